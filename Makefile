@@ -1,0 +1,35 @@
+# Every target sets up what it needs; a second run starts at once.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test bench clean
+
+READY := .venv/.ready
+BIN := .venv/bin
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt scripts/setup.sh
+	@bash scripts/setup.sh
+	@touch $(READY)
+
+setup: $(READY) ## make .venv and install everything into it
+
+demo: $(READY) ## show the planner at work on a hybrid model
+	@$(BIN)/kvstrata demo
+
+check: $(READY) ## style, types, layers and the quick tests: under two minutes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	$(BIN)/pytest -q -n 2 -m "not slow" tests
+
+test: check ## everything `check` does, then the long tests, and coverage of the core
+	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -n 2 tests \
+	  --cov --cov-config=pyproject.toml --cov-report=term-missing:skip-covered
+
+bench: $(READY) ## measure, against the goals
+	@$(BIN)/kvstrata bench planning
+
+clean: ## remove .venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

@@ -1,0 +1,1 @@
+"""The decisions, as pure functions from values to plans. Nothing here does I/O or knows a tier."""

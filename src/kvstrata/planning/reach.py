@@ -1,0 +1,97 @@
+"""Whether a configuration can ever produce a hit.
+
+A model whose states are 25,872 tokens apart, served with a maximum of 8,192 tokens, stores chunks
+for ever and never loads one. That is arithmetic, so it is done at start and said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstrata.core.layout import GroupKind
+from kvstrata.core.spans import ceil_to
+from kvstrata.errors import ConfigError
+from kvstrata.planning.chunk_sizes import cut_into_chunks
+
+if TYPE_CHECKING:
+    from kvstrata.core.chunk_grid import ChunkGeometry, GroupChunks
+    from kvstrata.core.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class FirstHit:
+    """The shortest hit a geometry can ever serve."""
+
+    hit_tokens: int
+    prompt_tokens: int
+    """The shortest request that can have it: one token is computed, and each group's last chunk
+    must be complete."""
+    slowest: GroupChunks | None
+    """The attention group whose chunk needs that many tokens; None: the hit length itself does."""
+
+
+def first_hit(geometry: ChunkGeometry) -> FirstHit:
+    """The shortest hit, and the shortest request that can have it."""
+    hit = geometry.layout.hit_stride_tokens
+    prompt, slowest = hit + 1, None
+    for chunks in geometry.groups:
+        needed = ceil_to(hit + chunks.margin_tokens, chunks.chunk_tokens)
+        if chunks.group.kind is not GroupKind.RECURRENT and needed > prompt:
+            prompt, slowest = needed, chunks
+    return FirstHit(hit, prompt, slowest)
+
+
+def require_reach(geometry: ChunkGeometry, max_model_tokens: int) -> None:
+    """Refuse a geometry that can serve no request of the model.
+
+    Raises:
+        ConfigError: names the lengths, and the setting that would help.
+    """
+    first = first_hit(geometry)
+    if first.prompt_tokens <= max_model_tokens:
+        return
+    if first.hit_tokens >= max_model_tokens:
+        raise _states_too_far_apart(geometry.layout, first, max_model_tokens)
+    raise _chunks_too_large(geometry.layout, first, max_model_tokens)
+
+
+def _states_too_far_apart(layout: KVLayout, first: FirstHit, max_model_tokens: int) -> ConfigError:
+    states = sorted(
+        {g.boundary_tokens for g in layout.groups if g.kind is GroupKind.RECURRENT}
+    )
+    return ConfigError(
+        "block_size",
+        f"no request can ever hit: the first length that every group can serve is "
+        f"{first.hit_tokens} tokens (recurrent states every {states}, hits aligned to "
+        f"{layout.alignment_tokens}), and the longest request has {max_model_tokens}",
+        f"a maximum model length above {first.hit_tokens}, or smaller blocks for the recurrent "
+        f"groups in the engine's settings",
+    )
+
+
+def _chunks_too_large(layout: KVLayout, first: FirstHit, max_model_tokens: int) -> ConfigError:
+    chunks = first.slowest
+    assert chunks is not None  # the hit itself fits, so a chunk does not
+    size = _largest_chunk_that_reaches(layout, max_model_tokens)
+    remedy = (
+        f"hybrid_chunk_size of at most {size}"
+        if size is not None
+        else f"smaller blocks than {chunks.group.block_tokens} tokens in the engine's settings"
+    )
+    return ConfigError(
+        "hybrid_chunk_size",
+        f"nothing can ever be stored for a hit: the first chunk of {chunks.group.kind} group "
+        f"{chunks.group_id} is complete at {first.prompt_tokens} tokens, and the longest request "
+        f"has {max_model_tokens}",
+        f"{remedy}, or a maximum model length of at least {first.prompt_tokens}",
+    )
+
+
+def _largest_chunk_that_reaches(layout: KVLayout, max_model_tokens: int) -> int | None:
+    size = max_model_tokens
+    while size >= layout.hash_block_tokens:
+        if first_hit(cut_into_chunks(layout, size)).prompt_tokens <= max_model_tokens:
+            return size
+        size //= 2
+    return None

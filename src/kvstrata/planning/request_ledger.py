@@ -1,0 +1,237 @@
+"""What one request has computed, and what of it has been stored.
+
+The ledger holds facts; `choose_stores` reads them and decides. Facts about stored chunks outlive a
+preemption (the bytes are below already), facts about the device do not.
+
+Ownership: belongs to one request on the scheduler thread; dropped when the request has ended and
+its last store has settled.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstrata.core.layout import GroupKind
+from kvstrata.core.spans import ceil_div, floor_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstrata.core.chunk_grid import ChunkGrid
+    from kvstrata.core.ids import GroupId
+    from kvstrata.planning.load_plan import LoadPlan
+
+MAX_ATTEMPTS: Final = 2
+"""How often a chunk is tried when its store fails."""
+
+
+class ChunkProgress(IntEnum):
+    """How far one chunk of one request has come."""
+
+    OPEN = 0
+    """Not stored, and nothing under way."""
+    IN_FLIGHT = 1
+    STORED = 2
+    GIVEN_UP = 3
+    """Its store failed as often as it may."""
+
+
+_TAKEN: Final = (ChunkProgress.IN_FLIGHT, ChunkProgress.STORED)
+
+
+class ChunkRef(NamedTuple):
+    """One chunk of one request."""
+
+    group_id: GroupId
+    index: int
+
+
+class StateOffer(NamedTuple):
+    """A recurrent state that exists on the device now, taken after `boundary_tokens` tokens."""
+
+    group_id: GroupId
+    boundary_tokens: int
+
+
+class RequestLedger:
+    """One request's progress: computed, in flight, stored.
+
+    Args:
+        grid: the request's chunks; grows with its hashes.
+    """
+
+    def __init__(self, grid: ChunkGrid) -> None:
+        self.grid = grid
+        self._progress = [bytearray() for _ in grid.geometry.groups]
+        self._failures: dict[ChunkRef, int] = {}
+        self._chunk_sizes = sorted(
+            {c.chunk_tokens for c in grid.geometry.groups if c.group.kind != GroupKind.RECURRENT}
+        )
+        self._has_ended = False
+        self._forget_device()
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV is final on the device."""
+        return self._computed_tokens
+
+    @property
+    def offers(self) -> tuple[StateOffer, ...]:
+        """The recurrent states that exist on the device until the next step."""
+        return tuple(self._offers)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the request was finished or aborted."""
+        return self._has_ended
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a chunk was completed or a state offered since stores were last begun.
+
+        While it is false there is nothing to choose; most decode steps end here.
+        """
+        return self._has_news
+
+    @property
+    def num_in_flight(self) -> int:
+        """Stores begun and not settled."""
+        return sum(row.count(ChunkProgress.IN_FLIGHT) for row in self._progress)
+
+    def progress(self, ref: ChunkRef) -> ChunkProgress:
+        """How far one chunk has come."""
+        row = self._progress[ref.group_id]
+        return ChunkProgress(row[ref.index]) if ref.index < len(row) else ChunkProgress.OPEN
+
+    def open_chunks(self, group_id: GroupId, stop: int) -> list[int]:
+        """The chunks before `stop` that are still on the device and not stored."""
+        row = self._progress[group_id]
+        first_open = row.find(ChunkProgress.OPEN)
+        start = max(self._first_kept(group_id), len(row) if first_open < 0 else first_open)
+        known = min(stop, len(row))
+        still_open = [i for i in range(start, known) if row[i] == ChunkProgress.OPEN]
+        return still_open + list(range(max(start, known), stop))
+
+    def taken_chunks(self, group_id: GroupId, start: int, stop: int) -> list[int]:
+        """The chunks in [start, stop) that are stored or on their way."""
+        row = self._progress[group_id][start:stop]
+        if not any(row):  # most of the time, and without a loop in Python
+            return []
+        return [start + i for i, progress in enumerate(row) if progress in _TAKEN]
+
+    def advance(self, computed_tokens: int) -> None:
+        """A step has computed the tokens up to here; offers of earlier steps are void.
+
+        Raises:
+            ValueError: fewer tokens than before; a request loses tokens by `preempt` alone.
+        """
+        if computed_tokens < self._computed_tokens:
+            raise ValueError(
+                f"computed_tokens went from {self._computed_tokens} to {computed_tokens} "
+                f"without a preemption"
+            )
+        self._step_start = self._computed_tokens
+        self._computed_tokens = computed_tokens
+        if self._offers:
+            self._offers.clear()
+        if computed_tokens >= self._next_end:
+            self._has_news = True
+            self._next_end = min(
+                (floor_to(computed_tokens, size) + size for size in self._chunk_sizes),
+                default=computed_tokens + 1,
+            )
+
+    def offer_state(self, offer: StateOffer) -> None:
+        """A recurrent state exists until the next step.
+
+        Raises:
+            ValueError: the group has no states.
+        """
+        kind = self.grid.geometry.groups[offer.group_id].group.kind
+        if kind is not GroupKind.RECURRENT:
+            raise ValueError(f"{kind} group {offer.group_id} has no states to offer")
+        self._offers.append(offer)
+        self._has_news = True
+
+    def resume(self, plan: LoadPlan) -> None:
+        """Go on from a hit: its tokens are on the device, the chunks it loaded are stored.
+
+        Raises:
+            ValueError: the request has computed tokens already.
+        """
+        if self._computed_tokens:
+            raise ValueError(f"cannot resume: {self._computed_tokens} tokens are computed already")
+        self.advance(plan.num_tokens)
+        self._step_start = plan.num_tokens
+        for load in plan.loads:
+            for index in load.chunks:
+                self._mark(ChunkRef(load.group_id, index), ChunkProgress.STORED)
+
+    def preempt(self) -> None:
+        """The engine took the request's blocks; what is stored or in flight stays so."""
+        self._forget_device()
+
+    def end(self) -> None:
+        """The request was finished or aborted: nothing new is stored, stores in flight settle."""
+        self._has_ended = True
+        self._forget_device()
+
+    def begin(self, refs: Iterable[ChunkRef]) -> None:
+        """Stores of these chunks start now; what was not taken waits for the next news.
+
+        Raises:
+            ValueError: a chunk is in flight or stored already.
+        """
+        for ref in refs:
+            if self.progress(ref) is not ChunkProgress.OPEN:
+                raise ValueError(f"{ref} cannot be stored: it is {self.progress(ref).name}")
+            self._mark(ref, ChunkProgress.IN_FLIGHT)
+        self._has_news = False
+
+    def settle(self, stored: Iterable[ChunkRef], failed: Iterable[ChunkRef] = ()) -> None:
+        """Stores have ended; a failed chunk may be tried again while it is on the device.
+
+        Raises:
+            ValueError: a chunk was not in flight.
+        """
+        for ref in stored:
+            self._land(ref, ChunkProgress.STORED)
+        for ref in failed:
+            failures = self._failures.pop(ref, 0) + 1
+            if failures >= MAX_ATTEMPTS:
+                self._land(ref, ChunkProgress.GIVEN_UP)
+                continue
+            self._land(ref, ChunkProgress.OPEN)
+            self._failures[ref] = failures
+            self._has_news = True
+
+    def _forget_device(self) -> None:
+        self._computed_tokens = 0
+        self._step_start = 0
+        self._next_end = 0
+        self._has_news = False
+        self._offers: list[StateOffer] = []
+
+    def _first_kept(self, group_id: GroupId) -> int:
+        """The first chunk whose blocks the engine has not taken back.
+
+        Window groups alone give blocks back: after a step they keep what its first token saw.
+        """
+        chunks = self.grid.geometry.groups[group_id]
+        window = chunks.group.window_tokens
+        if window is None:
+            return 0
+        seen = max(0, self._step_start - window + 1)
+        return ceil_div(floor_to(seen, chunks.group.block_tokens), chunks.chunk_tokens)
+
+    def _land(self, ref: ChunkRef, progress: ChunkProgress) -> None:
+        if self.progress(ref) is not ChunkProgress.IN_FLIGHT:
+            raise ValueError(f"{ref} is {self.progress(ref).name}, not in flight")
+        self._mark(ref, progress)
+
+    def _mark(self, ref: ChunkRef, progress: ChunkProgress) -> None:
+        row = self._progress[ref.group_id]
+        if ref.index >= len(row):
+            row.extend(bytes(ref.index + 1 - len(row)))
+        row[ref.index] = progress

@@ -1,0 +1,122 @@
+"""An engine's cache tensors behind their canonical form, ready to be copied from and to.
+
+The payload of a chunk is, piece after piece of its group, that piece's rows in the order of the
+tokens: for each layer one dense block of bytes, so a copy is one gather or scatter per piece.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstrata.core.cache_reduction import reduce_kv_caches
+from kvstrata.core.canonical import TensorView
+from kvstrata.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvstrata.core.canonical import ByteMatrix, CanonicalKVCaches
+    from kvstrata.core.ids import GroupId
+    from kvstrata.core.layout import KVLayout
+    from kvstrata.core.spans import RowSpan
+
+LayerCache = torch.Tensor | list[torch.Tensor]
+"""One tensor, or the parts of a recurrent state."""
+
+
+def describe(tensor: torch.Tensor, *, block_axis: int | None = None) -> TensorView:
+    """Where a tensor's elements lie, as plain numbers."""
+    itemsize = tensor.element_size()
+    storage = tensor.untyped_storage()
+    return TensorView(
+        storage=storage.data_ptr(),
+        storage_bytes=storage.nbytes(),
+        offset_bytes=tensor.storage_offset() * itemsize,
+        shape=tuple(tensor.shape),
+        strides_bytes=tuple(stride * itemsize for stride in tensor.stride()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        itemsize=itemsize,
+        block_axis=block_axis,
+    )
+
+
+def device_rows(block_table: Sequence[int], rows: RowSpan, rows_per_block: int) -> list[int]:
+    """Where a request's rows lie in the cache, given its block table of that group."""
+    return [
+        block_table[row // rows_per_block] * rows_per_block + row % rows_per_block for row in rows
+    ]
+
+
+class CacheViews:
+    """The caches of one rank as byte matrices over the engine's own memory.
+
+    Args:
+        layout: the model's groups.
+        caches: the engine's tensors by layer name.
+        num_blocks: blocks in the engine's pool.
+
+    Raises:
+        LayoutError: a tensor cannot be reduced with certainty.
+    """
+
+    def __init__(
+        self, layout: KVLayout, caches: Mapping[str, LayerCache], num_blocks: int
+    ) -> None:
+        tensors = {name: _as_list(cache) for name, cache in caches.items()}
+        views = {name: [describe(t) for t in parts] for name, parts in tensors.items()}
+        self.canonical: CanonicalKVCaches = reduce_kv_caches(layout, views, num_blocks)
+        storages = {
+            t.untyped_storage().data_ptr(): _bytes_of(t) for ts in tensors.values() for t in ts
+        }
+        self._matrices = [_matrix(storages[m.storage], m) for m in self.canonical.matrices]
+
+    def gather(self, group_id: GroupId, rows: Sequence[int]) -> torch.Tensor:
+        """Copy rows of a group out, as one payload on the caches' device."""
+        pages = self.canonical.groups[group_id]
+        index = self._index(rows)
+        pieces = [
+            self._matrices[piece.matrix][:, piece.start : piece.start + piece.length]
+            .index_select(0, index)
+            .flatten()
+            for piece in pages.pieces
+        ]
+        return torch.cat(pieces)
+
+    def scatter(self, group_id: GroupId, rows: Sequence[int], payload: torch.Tensor) -> None:
+        """Copy a payload of these rows back in.
+
+        Raises:
+            LayoutError: the payload has another size than the rows.
+        """
+        pages = self.canonical.groups[group_id]
+        if payload.numel() != pages.row_bytes * len(rows):
+            raise LayoutError(
+                f"group {group_id}: payload of {payload.numel()} bytes for {len(rows)} rows of "
+                f"{pages.row_bytes}"
+            )
+        index = self._index(rows)
+        parts = payload.split([piece.length * len(rows) for piece in pages.pieces])
+        for piece, part in zip(pages.pieces, parts, strict=True):
+            columns = self._matrices[piece.matrix][:, piece.start : piece.start + piece.length]
+            columns.index_copy_(0, index, part.view(len(rows), piece.length))
+
+    def _index(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.long, device=self._matrices[0].device)
+
+
+def _as_list(cache: LayerCache) -> list[torch.Tensor]:
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage under a tensor, as bytes."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())
+
+
+def _matrix(storage: torch.Tensor, matrix: ByteMatrix) -> torch.Tensor:
+    return storage.as_strided(
+        (matrix.num_rows, matrix.row_bytes), (matrix.row_stride, 1), matrix.offset
+    )
