@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from hypothesis import event, given
 
-from kvstrata.core.chunk_grid import GroupChunks
 from kvstrata.core.layout import GroupKind
 from kvstrata.core.lookups import ChunkLookup, LookupCodes
 from kvstrata.planning.load_plan import choose_load, usable_lengths
 from kvstrata.testing.strategies import LoadCase, load_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from kvstrata.core.chunk_grid import GroupChunks
 
 READY = frozenset({ChunkLookup.READY})
 AWAITED = READY | {ChunkLookup.ARRIVING, ChunkLookup.UNKNOWN}

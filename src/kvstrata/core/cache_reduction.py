@@ -172,7 +172,7 @@ class _ReducedTensor:
         )
 
     def _dense_part(self) -> tuple[int, list[tuple[int, int]]]:
-        """The length of a consecutive run, and (size, stride) of the axes along which it repeats."""
+        """The length of a consecutive run, and (size, stride) of the axes it repeats along."""
         shape, strides = self._tensor.shape, self._tensor.strides_bytes
         length = self._tensor.itemsize
         outer = [(shape[axis], strides[axis]) for axis in self._axes]

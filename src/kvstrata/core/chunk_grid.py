@@ -82,6 +82,11 @@ class GroupChunks:
         return self.hash_block_tokens if self.group.is_draft and is_attention else 0
 
     @cached_property
+    def is_ever_needed(self) -> bool:
+        """Whether a hit can need a chunk: a window of one token is the token itself."""
+        return self.group.window_tokens != 1 or self.margin_tokens > 0
+
+    @cached_property
     def suffix(self) -> bytes:
         """What turns a prefix hash into a key of this group."""
         return key_suffix(self.group_id)

@@ -21,7 +21,7 @@ from kvstrata.errors import LayoutError
 Digest = Callable[[bytes], bytes]
 
 _SEED: Final = b"kvstrata/prefix/1"
-_TOKEN_TYPE: Final = "I"  # 32 bits, unsigned
+_UNSIGNED_32: Final = "I"
 
 
 def sha256(message: bytes) -> bytes:
@@ -70,7 +70,7 @@ class PrefixHasher:
         self._extra_keys = extra_keys or ExtraKeys()
         self._block_tokens = hash_block_tokens
         self._digest = digest
-        self._tail = array(_TOKEN_TYPE)
+        self._tail = array(_UNSIGNED_32)
         self._parent = digest(self._seed())
         self._hashes: list[BlockHash] = []
 
@@ -118,7 +118,8 @@ class PrefixHasher:
         start = block * self._block_tokens
         block_span = TokenSpan(start, start + self._block_tokens)
         return b"".join(
-            _field(media.identifier) + (start - media.tokens.start).to_bytes(8, "little", signed=True)
+            _field(media.identifier)
+            + (start - media.tokens.start).to_bytes(8, "little", signed=True)
             for media in self._extra_keys.media
             if media.tokens.touches(block_span)
         )
@@ -161,7 +162,7 @@ class AdoptedHashes(Sequence[BlockHash]):
 
 def _pack(tokens: Iterable[int]) -> array[int]:
     try:
-        return array(_TOKEN_TYPE, tokens)
+        return array(_UNSIGNED_32, tokens)
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token ids must be integers from 0 to 2**32 - 1: {error}") from error
 

@@ -58,13 +58,16 @@ class FullRule:
     margin: int
 
     def longest_valid(self, length: int) -> int:
+        """As far as chunks are ready without a gap."""
         limit = self.first_missing * self.chunks.chunk_tokens - self.margin
         return max(self.local, min(length, limit))
 
     def blocking_chunk(self, length: int) -> int | None:
+        """The end of the gapless part, unless `length` lies within it."""
         return None if self.longest_valid(length) == length else self.first_missing
 
     def needed(self, length: int) -> TokenSpan:
+        """All tokens that are not on the device."""
         return TokenSpan(self.local, length)
 
 
@@ -79,6 +82,7 @@ class WindowRule:
     margin: int
 
     def longest_valid(self, length: int) -> int:
+        """The last length up to `length` whose window is ready."""
         size = self.chunks.chunk_tokens
         while (missing := self.blocking_chunk(length)) is not None:
             # Each length that ends above the last ready chunk below needs a chunk that is missing.
@@ -97,6 +101,7 @@ class WindowRule:
         return None if last < 0 else needed.start + last
 
     def needed(self, length: int) -> TokenSpan:
+        """The window before `length`, as far as it is not on the device."""
         start = max(self.local, length - self.window + 1)
         return TokenSpan(min(start, length), length)
 
@@ -114,11 +119,13 @@ class RecurrentRule:
     codes: LookupCodes
 
     def longest_valid(self, length: int) -> int:
+        """The last boundary up to `length` with a state."""
         size = self.chunks.chunk_tokens
         last = self.codes.rfind(READY_BYTE, 0, length // size)
         return max(self.local, (last + 1) * size)
 
     def blocking_chunk(self, length: int) -> int | None:
+        """The state at the last boundary up to `length`, unless it is ready."""
         boundary = floor_to(length, self.chunks.chunk_tokens)
         if boundary <= self.local:
             return None
@@ -127,6 +134,7 @@ class RecurrentRule:
         return None if is_ready else index
 
     def needed(self, length: int) -> TokenSpan:
+        """The tokens of the chunk whose state is taken at `length`."""
         size = self.chunks.chunk_tokens
         return TokenSpan(max(0, length - size), length)
 
@@ -154,5 +162,4 @@ def lengths_reading(chunks: GroupChunks, index: int) -> Span:
     tokens, margin = chunks.tokens(index), chunks.margin_tokens
     window = chunks.group.window_tokens or 1
     first = max(1, tokens.start + 1 - margin)
-    reads_back = window > 1 or margin > 0  # a window of one token is the token itself
-    return Span(first, tokens.stop + window - 1 if reads_back else first)
+    return Span(first, tokens.stop + window - 1 if chunks.is_ever_needed else first)

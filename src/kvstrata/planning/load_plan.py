@@ -153,9 +153,7 @@ def _note_nothing(rule: GroupRule, length: int) -> None:
 class _Search:
     """One request's rules, built once and asked several times."""
 
-    def __init__(
-        self, geometry: ChunkGeometry, lookups: GroupLookups, bounds: LoadBounds
-    ) -> None:
+    def __init__(self, geometry: ChunkGeometry, lookups: GroupLookups, bounds: LoadBounds) -> None:
         self._geometry = geometry
         self._lookups = lookups
         self._bounds = bounds

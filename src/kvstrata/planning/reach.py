@@ -36,9 +36,9 @@ def first_hit(geometry: ChunkGeometry) -> FirstHit:
     hit = geometry.layout.hit_stride_tokens
     prompt, slowest = hit + 1, None
     for chunks in geometry.groups:
-        needed = ceil_to(hit + chunks.margin_tokens, chunks.chunk_tokens)
-        if chunks.group.kind is not GroupKind.RECURRENT and needed > prompt:
-            prompt, slowest = needed, chunks
+        complete = ceil_to(hit + chunks.margin_tokens, chunks.chunk_tokens)
+        if chunks.is_ever_needed and complete > prompt:
+            prompt, slowest = complete, chunks
     return FirstHit(hit, prompt, slowest)
 
 
@@ -57,9 +57,7 @@ def require_reach(geometry: ChunkGeometry, max_model_tokens: int) -> None:
 
 
 def _states_too_far_apart(layout: KVLayout, first: FirstHit, max_model_tokens: int) -> ConfigError:
-    states = sorted(
-        {g.boundary_tokens for g in layout.groups if g.kind is GroupKind.RECURRENT}
-    )
+    states = sorted({g.boundary_tokens for g in layout.groups if g.kind is GroupKind.RECURRENT})
     return ConfigError(
         "block_size",
         f"no request can ever hit: the first length that every group can serve is "

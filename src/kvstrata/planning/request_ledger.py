@@ -9,6 +9,7 @@ its last store has settled.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -44,7 +45,7 @@ class ChunkRef(NamedTuple):
     """One chunk of one request."""
 
     group_id: GroupId
-    index: int
+    chunk: int
 
 
 class StateOffer(NamedTuple):
@@ -52,6 +53,19 @@ class StateOffer(NamedTuple):
 
     group_id: GroupId
     boundary_tokens: int
+
+
+@dataclass(slots=True)
+class _OnDevice:
+    """What a preemption takes away."""
+
+    computed_tokens: int = 0
+    step_start: int = 0
+    """Tokens computed before the last step."""
+    next_end: int = 0
+    """The next number of computed tokens at which some chunk is complete."""
+    has_news: bool = False
+    offers: list[StateOffer] = field(default_factory=list)
 
 
 class RequestLedger:
@@ -69,17 +83,17 @@ class RequestLedger:
             {c.chunk_tokens for c in grid.geometry.groups if c.group.kind != GroupKind.RECURRENT}
         )
         self._has_ended = False
-        self._forget_device()
+        self._device = _OnDevice()
 
     @property
     def computed_tokens(self) -> int:
         """Tokens whose KV is final on the device."""
-        return self._computed_tokens
+        return self._device.computed_tokens
 
     @property
     def offers(self) -> tuple[StateOffer, ...]:
         """The recurrent states that exist on the device until the next step."""
-        return tuple(self._offers)
+        return tuple(self._device.offers)
 
     @property
     def has_ended(self) -> bool:
@@ -92,7 +106,7 @@ class RequestLedger:
 
         While it is false there is nothing to choose; most decode steps end here.
         """
-        return self._has_news
+        return self._device.has_news
 
     @property
     def num_in_flight(self) -> int:
@@ -102,7 +116,11 @@ class RequestLedger:
     def progress(self, ref: ChunkRef) -> ChunkProgress:
         """How far one chunk has come."""
         row = self._progress[ref.group_id]
-        return ChunkProgress(row[ref.index]) if ref.index < len(row) else ChunkProgress.OPEN
+        return ChunkProgress(row[ref.chunk]) if ref.chunk < len(row) else ChunkProgress.OPEN
+
+    def is_taken(self, ref: ChunkRef) -> bool:
+        """Whether a chunk is stored or on its way."""
+        return self.progress(ref) in _TAKEN
 
     def open_chunks(self, group_id: GroupId, stop: int) -> list[int]:
         """The chunks before `stop` that are still on the device and not stored."""
@@ -126,18 +144,18 @@ class RequestLedger:
         Raises:
             ValueError: fewer tokens than before; a request loses tokens by `preempt` alone.
         """
-        if computed_tokens < self._computed_tokens:
+        device = self._device
+        if computed_tokens < device.computed_tokens:
             raise ValueError(
-                f"computed_tokens went from {self._computed_tokens} to {computed_tokens} "
+                f"computed_tokens went from {device.computed_tokens} to {computed_tokens} "
                 f"without a preemption"
             )
-        self._step_start = self._computed_tokens
-        self._computed_tokens = computed_tokens
-        if self._offers:
-            self._offers.clear()
-        if computed_tokens >= self._next_end:
-            self._has_news = True
-            self._next_end = min(
+        device.step_start, device.computed_tokens = device.computed_tokens, computed_tokens
+        if device.offers:
+            device.offers.clear()
+        if computed_tokens >= device.next_end:
+            device.has_news = True
+            device.next_end = min(
                 (floor_to(computed_tokens, size) + size for size in self._chunk_sizes),
                 default=computed_tokens + 1,
             )
@@ -151,8 +169,8 @@ class RequestLedger:
         kind = self.grid.geometry.groups[offer.group_id].group.kind
         if kind is not GroupKind.RECURRENT:
             raise ValueError(f"{kind} group {offer.group_id} has no states to offer")
-        self._offers.append(offer)
-        self._has_news = True
+        self._device.offers.append(offer)
+        self._device.has_news = True
 
     def resume(self, plan: LoadPlan) -> None:
         """Go on from a hit: its tokens are on the device, the chunks it loaded are stored.
@@ -160,22 +178,24 @@ class RequestLedger:
         Raises:
             ValueError: the request has computed tokens already.
         """
-        if self._computed_tokens:
-            raise ValueError(f"cannot resume: {self._computed_tokens} tokens are computed already")
+        if self._device.computed_tokens:
+            raise ValueError(
+                f"cannot resume: {self._device.computed_tokens} tokens are computed already"
+            )
         self.advance(plan.num_tokens)
-        self._step_start = plan.num_tokens
+        self._device.step_start = plan.num_tokens
         for load in plan.loads:
             for index in load.chunks:
                 self._mark(ChunkRef(load.group_id, index), ChunkProgress.STORED)
 
     def preempt(self) -> None:
         """The engine took the request's blocks; what is stored or in flight stays so."""
-        self._forget_device()
+        self._device = _OnDevice()
 
     def end(self) -> None:
         """The request was finished or aborted: nothing new is stored, stores in flight settle."""
         self._has_ended = True
-        self._forget_device()
+        self._device = _OnDevice()
 
     def begin(self, refs: Iterable[ChunkRef]) -> None:
         """Stores of these chunks start now; what was not taken waits for the next news.
@@ -187,7 +207,7 @@ class RequestLedger:
             if self.progress(ref) is not ChunkProgress.OPEN:
                 raise ValueError(f"{ref} cannot be stored: it is {self.progress(ref).name}")
             self._mark(ref, ChunkProgress.IN_FLIGHT)
-        self._has_news = False
+        self._device.has_news = False
 
     def settle(self, stored: Iterable[ChunkRef], failed: Iterable[ChunkRef] = ()) -> None:
         """Stores have ended; a failed chunk may be tried again while it is on the device.
@@ -204,14 +224,7 @@ class RequestLedger:
                 continue
             self._land(ref, ChunkProgress.OPEN)
             self._failures[ref] = failures
-            self._has_news = True
-
-    def _forget_device(self) -> None:
-        self._computed_tokens = 0
-        self._step_start = 0
-        self._next_end = 0
-        self._has_news = False
-        self._offers: list[StateOffer] = []
+            self._device.has_news = True
 
     def _first_kept(self, group_id: GroupId) -> int:
         """The first chunk whose blocks the engine has not taken back.
@@ -222,7 +235,7 @@ class RequestLedger:
         window = chunks.group.window_tokens
         if window is None:
             return 0
-        seen = max(0, self._step_start - window + 1)
+        seen = max(0, self._device.step_start - window + 1)
         return ceil_div(floor_to(seen, chunks.group.block_tokens), chunks.chunk_tokens)
 
     def _land(self, ref: ChunkRef, progress: ChunkProgress) -> None:
@@ -232,6 +245,6 @@ class RequestLedger:
 
     def _mark(self, ref: ChunkRef, progress: ChunkProgress) -> None:
         row = self._progress[ref.group_id]
-        if ref.index >= len(row):
-            row.extend(bytes(ref.index + 1 - len(row)))
-        row[ref.index] = progress
+        if ref.chunk >= len(row):
+            row.extend(bytes(ref.chunk + 1 - len(row)))
+        row[ref.chunk] = progress

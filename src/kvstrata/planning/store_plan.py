@@ -48,7 +48,7 @@ def choose_stores(ledger: RequestLedger, limit_tokens: int | None = None) -> Sto
         ledger: the request's progress.
         limit_tokens: store nothing that ends beyond this; None: everything computed.
     """
-    if ledger.has_ended or not ledger.has_news:
+    if not ledger.has_news:
         return _NOTHING
     end = min(ledger.computed_tokens, ledger.grid.hashed_tokens)
     if limit_tokens is not None:
@@ -64,10 +64,10 @@ def choose_stores(ledger: RequestLedger, limit_tokens: int | None = None) -> Sto
             reachable = (
                 ref
                 for ref in _complete(ledger, chunks, end)
-                if _is_reachable(ledger, offered, lengths_reading(chunks, ref.index))
+                if _is_reachable(ledger, offered, lengths_reading(chunks, ref.chunk))
             )
             chosen.extend(reachable)
-    chosen.sort(key=lambda ref: (ref.index + 1) * groups[ref.group_id].chunk_tokens)
+    chosen.sort(key=lambda ref: (ref.chunk + 1) * groups[ref.group_id].chunk_tokens)
     return StorePlan(tuple(chosen))
 
 
@@ -109,14 +109,8 @@ def _is_reachable(ledger: RequestLedger, offered: frozenset[ChunkRef], lengths: 
 
 
 def _has_every_state(ledger: RequestLedger, offered: frozenset[ChunkRef], length: int) -> bool:
-    return all(
-        length % chunks.chunk_tokens == 0 and _is_kept(ledger, offered, chunks, length)
+    refs = (
+        ChunkRef(chunks.group_id, length // chunks.chunk_tokens - 1)
         for chunks in ledger.grid.geometry.recurrent
     )
-
-
-def _is_kept(
-    ledger: RequestLedger, offered: frozenset[ChunkRef], chunks: GroupChunks, length: int
-) -> bool:
-    ref = ChunkRef(chunks.group_id, length // chunks.chunk_tokens - 1)
-    return ref in offered or bool(ledger.taken_chunks(ref.group_id, ref.index, ref.index + 1))
+    return all(ref in offered or ledger.is_taken(ref) for ref in refs)

@@ -118,8 +118,7 @@ def lookups_with(
 ) -> GroupLookups:
     """Everything READY but the (group, chunk) pairs in `missing`."""
     rows = [
-        bytearray([ChunkLookup.READY]) * chunks.num_chunks(num_tokens)
-        for chunks in geometry.groups
+        bytearray([ChunkLookup.READY]) * chunks.num_chunks(num_tokens) for chunks in geometry.groups
     ]
     for group_id, index in missing:
         rows[group_id][index] = lookup

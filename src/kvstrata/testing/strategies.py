@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from kvstrata.core.chunk_grid import ChunkGeometry
 from kvstrata.core.layout import GroupKind, KVGroup, KVLayout
 from kvstrata.core.lookups import ChunkLookup, GroupLookups, LookupCodes
 from kvstrata.core.spans import floor_to
 from kvstrata.planning.chunk_sizes import cut_into_chunks
 from kvstrata.planning.load_plan import LoadBounds
 from kvstrata.testing.builders import a_layout, full_group, recurrent_group, window_group
+
+if TYPE_CHECKING:
+    from kvstrata.core.chunk_grid import ChunkGeometry
 
 LARGEST_BLOCK = 2112
 _MODEL_BLOCKS = (16, 32, 48, 64, 128, 256, 528, 784, 1056, 2112)
@@ -133,9 +136,7 @@ def load_cases(draw: st.DrawFn) -> LoadCase:
     geometry = draw(chunk_geometries())
     num_tokens = draw(request_lengths(geometry))
     hashed = floor_to(num_tokens, geometry.layout.hash_block_tokens)
-    lookups = tuple(
-        draw(lookup_codes(chunks.num_chunks(hashed))) for chunks in geometry.groups
-    )
+    lookups = tuple(draw(lookup_codes(chunks.num_chunks(hashed))) for chunks in geometry.groups)
     local = draw(st.just(0) | st.just(0) | st.integers(0, max(0, num_tokens - 1)))
     most = draw(st.none() | st.none() | st.integers(0, num_tokens + 1))
     return LoadCase(geometry, lookups, LoadBounds(num_tokens, local, most))

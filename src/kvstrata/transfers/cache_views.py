@@ -33,7 +33,7 @@ def describe(tensor: torch.Tensor, *, block_axis: int | None = None) -> TensorVi
     return TensorView(
         storage=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
-        offset_bytes=tensor.storage_offset() * itemsize,
+        offset_bytes=int(tensor.storage_offset()) * itemsize,
         shape=tuple(tensor.shape),
         strides_bytes=tuple(stride * itemsize for stride in tensor.stride()),
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -61,9 +61,7 @@ class CacheViews:
         LayoutError: a tensor cannot be reduced with certainty.
     """
 
-    def __init__(
-        self, layout: KVLayout, caches: Mapping[str, LayerCache], num_blocks: int
-    ) -> None:
+    def __init__(self, layout: KVLayout, caches: Mapping[str, LayerCache], num_blocks: int) -> None:
         tensors = {name: _as_list(cache) for name, cache in caches.items()}
         views = {name: [describe(t) for t in parts] for name, parts in tensors.items()}
         self.canonical: CanonicalKVCaches = reduce_kv_caches(layout, views, num_blocks)
@@ -97,7 +95,7 @@ class CacheViews:
                 f"{pages.row_bytes}"
             )
         index = self._index(rows)
-        parts = payload.split([piece.length * len(rows) for piece in pages.pieces])
+        parts = torch.split(payload, [piece.length * len(rows) for piece in pages.pieces])
         for piece, part in zip(pages.pieces, parts, strict=True):
             columns = self._matrices[piece.matrix][:, piece.start : piece.start + piece.length]
             columns.index_copy_(0, index, part.view(len(rows), piece.length))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from kvstrata.core.layout import GroupKind, KVGroup, KVLayer, KVLayout
 from kvstrata.core.spans import RowSpan
 from kvstrata.errors import LayoutError
 from kvstrata.transfers.cache_views import CacheViews, LayerCache, device_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BLOCKS, TOKENS, HEADS, DIM = 6, 4, 2, 8
 BF16 = 2
@@ -156,15 +159,14 @@ CASES = {
             for name in ("a", "b")
         },
     ),
-    "one latent (MLA)": Case(
-        two_layers(TOKENS * 72 * BF16), lambda: plain(BLOCKS, TOKENS, 72)
-    ),
+    "one latent (MLA)": Case(two_layers(TOKENS * 72 * BF16), lambda: plain(BLOCKS, TOKENS, 72)),
     "fp8": Case(
         two_layers(KV_PAGE // 2),
         lambda: plain(BLOCKS, 2, TOKENS, HEADS, DIM, dtype=torch.float8_e4m3fn),
     ),
     "int8": Case(
-        two_layers(KV_PAGE // 2), lambda: plain(2, BLOCKS, TOKENS, HEADS, DIM, dtype=torch.int8),
+        two_layers(KV_PAGE // 2),
+        lambda: plain(2, BLOCKS, TOKENS, HEADS, DIM, dtype=torch.int8),
         by_block=dict.fromkeys("ab", lambda t, b: t[:, b]),
     ),
     "packed state": Case(
@@ -199,7 +201,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     assert isinstance(request.param, Case)
     return request.param
@@ -220,8 +222,9 @@ def fill(cache: LayerCache, seed: int) -> None:
 def block_of(case: Case, name: str, cache: LayerCache, block: int) -> list[torch.Tensor]:
     """One block of one layer, read through the tensor's own shape."""
     rows = slice(block * case.kernel_rows, (block + 1) * case.kernel_rows)
-    view = case.by_block.get(name, lambda tensor, _: tensor[rows])
-    return [view(tensor, block).float() for tensor in parts(cache)]
+    view = case.by_block.get(name)
+    blocks = [view(t, block) if view else t[rows] for t in parts(cache)]
+    return [tensor.float() for tensor in blocks]
 
 
 def all_bytes(caches: dict[str, LayerCache]) -> bytes:
@@ -267,7 +270,9 @@ def test_copying_a_block_onto_itself_changes_no_byte(case: Case) -> None:
     before = all_bytes(caches)
 
     for index, group in enumerate(case.layout.groups):
-        rows = device_rows(range(BLOCKS), RowSpan(0, BLOCKS * group.rows_per_block), group.rows_per_block)
+        rows = device_rows(
+            range(BLOCKS), RowSpan(0, BLOCKS * group.rows_per_block), group.rows_per_block
+        )
         views.scatter(GroupId(index), rows, views.gather(GroupId(index), rows))
 
     assert all_bytes(caches) == before
@@ -307,7 +312,11 @@ def test_layers_beside_each_other_become_one_matrix() -> None:
     canonical = CacheViews(two_layers(), layers_in_blocks(), BLOCKS).canonical
 
     (matrix,) = canonical.matrices
-    assert (matrix.num_rows, matrix.row_bytes, matrix.row_stride) == (BLOCKS, 2 * KV_PAGE, 2 * KV_PAGE)
+    assert (matrix.num_rows, matrix.row_bytes, matrix.row_stride) == (
+        BLOCKS,
+        2 * KV_PAGE,
+        2 * KV_PAGE,
+    )
     assert [(p.start, p.length) for p in canonical.groups[0].pieces] == [
         (0, KV_PAGE),
         (KV_PAGE, KV_PAGE),

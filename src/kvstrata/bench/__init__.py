@@ -1,0 +1,1 @@
+"""Measurements against stated goals. Each benchmark returns a `Report`."""

@@ -1,0 +1,53 @@
+"""`kvstrata bench`: measure, as a table or as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from kvstrata.cli.output import print_json, results
+
+if TYPE_CHECKING:
+    from kvstrata.bench.report import Report, Series
+
+app = typer.Typer(help="Measure against stated goals.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def planning(as_json: AsJson = False) -> None:
+    """What planning costs the scheduler thread, and how it grows with the prompt."""
+    from kvstrata.bench import planning as benchmark  # noqa: PLC0415 - load what runs
+
+    show(benchmark.run(), as_json=as_json)
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    """Print a report for programs or for people."""
+    if as_json:
+        print_json(report.as_json())
+        return
+    console = results()
+    console.print(f"[bold]{report.name}[/]: {report.setting}")
+    table = Table("figure", "measured", "goal", "unit", "met")
+    for goal in report.goals:
+        met = "[green]yes[/]" if goal.met else "[red]no[/]"
+        bound = f"{goal.direction} {goal.goal:g}"
+        table.add_row(goal.name, f"{goal.value:.3g}", bound, goal.unit, met)
+    console.print(table)
+    for series in report.series:
+        console.print(_series_table(series))
+    machine = report.machine
+    console.print(f"[dim]{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}[/]")
+
+
+def _series_table(series: Series) -> Table:
+    table = Table(title=series.title, title_justify="left")
+    for name in (series.size_name, *series.columns):
+        table.add_column(name, justify="right")
+    for size, values in series.rows:
+        table.add_row(f"{size:,}", *(f"{value:.3g}" for value in values))
+    return table

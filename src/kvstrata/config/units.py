@@ -1,0 +1,86 @@
+"""Sizes and times that carry their units: `64GiB`, `10s`.
+
+A bare number is refused, since it would leave the unit to a guess; only zero needs none.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+
+_SIZE_UNITS: Final = {
+    "B": 1,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50,
+    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
+}  # fmt: skip
+_TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+ACCEPTED_SIZES: Final = "a number with a unit (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB), as in 64GiB"
+ACCEPTED_TIMES: Final = "a number with a unit (us, ms, s, min, h, d), as in 10s or 250ms"
+
+
+class ByteSize(int):
+    """A number of bytes, written with a unit."""
+
+    @classmethod
+    def parse(cls, text: object) -> ByteSize:
+        """Read `64GiB`.
+
+        Raises:
+            ValueError: says what is accepted.
+        """
+        number, unit = _split(text, ACCEPTED_SIZES)
+        if number == 0 and not unit:
+            return cls(0)
+        if unit not in _SIZE_UNITS:
+            raise ValueError(f"{text!r} is not a size; accepted: {ACCEPTED_SIZES}")
+        return cls(round(number * _SIZE_UNITS[unit]))
+
+    def __str__(self) -> str:
+        for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
+            if self and self % _SIZE_UNITS[unit] == 0:
+                return f"{self // _SIZE_UNITS[unit]}{unit}"
+        return f"{int(self)}B"
+
+
+class Duration(float):
+    """A number of seconds, written with a unit."""
+
+    @classmethod
+    def parse(cls, text: object) -> Duration:
+        """Read `10s`.
+
+        Raises:
+            ValueError: says what is accepted.
+        """
+        number, unit = _split(text, ACCEPTED_TIMES)
+        if number == 0 and not unit:
+            return cls(0)
+        if unit not in _TIME_UNITS:
+            raise ValueError(f"{text!r} is not a time; accepted: {ACCEPTED_TIMES}")
+        return cls(number * _TIME_UNITS[unit])
+
+    def __str__(self) -> str:
+        if self and self < 1:
+            return f"{self * 1000:g}ms"
+        return f"{float(self):g}s"
+
+
+def size(text: str) -> Any:  # noqa: ANN401 - a field's default has the field's type
+    """The default of a size setting."""
+    return msgspec.field(default_factory=lambda: ByteSize.parse(text))
+
+
+def duration(text: str) -> Any:  # noqa: ANN401
+    """The default of a time setting."""
+    return msgspec.field(default_factory=lambda: Duration.parse(text))
+
+
+def _split(text: object, accepted: str) -> tuple[float, str]:
+    found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) else None
+    if found is None or isinstance(text, bool):
+        raise ValueError(f"{text!r} is not understood; accepted: {accepted}")
+    return float(found[1]), found[2]
