@@ -10,7 +10,7 @@ from kvstrata.core.canonical import CanonicalKVCaches
 from kvstrata.core.chunk_grid import ChunkGeometry, ChunkGrid
 from kvstrata.core.hashing import AdoptedHashes, ExtraKeys, MediaSpan, PrefixHasher
 from kvstrata.core.layout import GroupKind, KVGroup, KVLayer, KVLayout, ParallelLayout, Sharding
-from kvstrata.core.lookups import ChunkLookup
+from kvstrata.core.lookups import ChunkLookup, all_ready
 from kvstrata.errors import (
     ChunkCorrupt,
     ClosedError,
@@ -24,8 +24,8 @@ from kvstrata.errors import (
     TransferError,
 )
 from kvstrata.planning.chunk_sizes import cut_into_chunks
-from kvstrata.planning.load_plan import LoadPlan, choose_load, usable_lengths
-from kvstrata.planning.request_ledger import RequestLedger
+from kvstrata.planning.load_plan import LoadBounds, LoadPlan, choose_load, usable_lengths
+from kvstrata.planning.request_ledger import RequestLedger, StateOffer
 from kvstrata.planning.store_plan import StorePlan, choose_stores
 
 __version__ = "0.1.0"
@@ -46,18 +46,21 @@ __all__ = [
     "KVLayout",
     "KVStrataError",
     "LayoutError",
+    "LoadBounds",
     "LoadPlan",
     "MediaSpan",
     "ParallelLayout",
     "PrefixHasher",
     "RequestLedger",
     "Sharding",
+    "StateOffer",
     "StorePlan",
     "TierError",
     "TierFull",
     "TierTimeout",
     "TierUnavailable",
     "TransferError",
+    "all_ready",
     "choose_load",
     "choose_stores",
     "cut_into_chunks",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +57,14 @@ def test_errors_cross_process_borders(error: errors.KVStrataError) -> None:
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+def test_the_readmes_example_runs() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+
+    run = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, check=True
+    )
+
+    assert run.stdout.startswith("1584 (GroupLoad(")
