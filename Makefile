@@ -1,6 +1,6 @@
 # Every target sets up what it needs; a second run starts at once.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test bench clean
+.PHONY: help setup demo lint check test bench clean
 
 READY := .venv/.ready
 BIN := .venv/bin
@@ -17,16 +17,20 @@ setup: $(READY) ## make .venv and install everything into it
 demo: $(READY) ## show the planner at work on a hybrid model
 	@$(BIN)/kvstrata demo
 
-check: $(READY) ## style, types, layers and the quick tests: under two minutes
+lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	$(BIN)/lint-imports
+
+check: lint ## style, types, layers and the quick tests: under two minutes
 	$(BIN)/pytest -q -n 2 -m "not slow" tests
 
-test: check ## everything `check` does, then the long tests, and coverage of the core
-	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -n 2 tests \
-	  --cov --cov-config=pyproject.toml --cov-report=term-missing:skip-covered
+test: lint ## everything: style, types, layers, all tests with coverage, 5,000 examples per property
+	$(BIN)/pytest -q -n 2 tests --cov --cov-config=pyproject.toml \
+	  --cov-report=term-missing:skip-covered
+	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -q -n 2 --timeout 900 -o faulthandler_timeout=0 \
+	  tests/property
 
 bench: $(READY) ## measure, against the goals
 	@$(BIN)/kvstrata bench planning

@@ -8,6 +8,6 @@ _SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.f
 
 settings.register_profile("quick", max_examples=200, deadline=None)
 settings.register_profile(
-    "thorough", max_examples=6000, deadline=None, suppress_health_check=_SLOW_TO_DRAW
+    "thorough", max_examples=5000, deadline=None, suppress_health_check=_SLOW_TO_DRAW
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
