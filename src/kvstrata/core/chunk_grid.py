@@ -163,6 +163,11 @@ class ChunkGrid:
             self._grow(keys, self.geometry.groups[group_id])
         return keys
 
+    def hash_before(self, num_tokens: int) -> BlockHash:
+        """The prefix hash of the first `num_tokens` tokens, a multiple of the hash block."""
+        blocks = num_tokens // self.geometry.layout.hash_block_tokens
+        return self._hashes[blocks - 1] if blocks else BlockHash(b"")
+
     def lookup(self, lookup: Callable[[Sequence[ChunkKey]], LookupCodes]) -> GroupLookups:
         """Ask `lookup` once per group for all its keys."""
         return tuple(lookup(self.keys(chunks.group_id)) for chunks in self.geometry.groups)

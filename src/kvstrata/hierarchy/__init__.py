@@ -1,0 +1,1 @@
+"""Several tiers as one: look-up, lease, promote, demote, deadlines, breakers."""

@@ -1,0 +1,1 @@
+"""The order in which chunks leave a full tier."""

@@ -1,0 +1,1 @@
+"""Where bytes rest: host memory, a file system, an object store, a key-value server."""

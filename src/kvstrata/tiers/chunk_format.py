@@ -1,0 +1,172 @@
+"""The bytes of a chunk below host memory: one header page, then the payload.
+
+    0     8  magic "KVSTRATA"
+    8     2  format version
+    10    4  length of the header's body
+    14    8  checksum (xxh3, 64 bits) of the body
+    22    .  body: msgpack of `ChunkHeader`
+    4096  .  payload
+
+The header fills one 4 KiB page, so that the payload is aligned for direct I/O. Readers check
+everything: a header that differs from what was asked for in any point is not this chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import xxhash
+
+from kvstrata.core.ids import ChunkKey
+from kvstrata.core.layout import GroupKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstrata.core.chunk_label import ChunkLabel, Namespace, Rank
+
+MAGIC: Final = b"KVSTRATA"
+VERSION: Final = 1
+HEADER_BYTES: Final = 4096
+CHECKSUM: Final = "xxh3-128"
+
+_PREFIX: Final = struct.Struct("<8sHIQ")
+
+
+class BadChunk(Exception):  # noqa: N818 - what it is; becomes ChunkCorrupt at the tier's edge
+    """These bytes are not the chunk that was asked for."""
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What the header's body says."""
+
+    namespace: str
+    key: bytes
+    kind: GroupKind
+    block_tokens: int
+    first_token: int
+    last_token: int
+    """One past the last."""
+    parent: bytes
+    rank: int
+    num_ranks: int
+    payload_bytes: int
+    checksum_algorithm: str
+    checksum: bytes
+
+
+def checksum(parts: Iterable[memoryview]) -> bytes:
+    """The checksum of a payload that lies in several parts. Releases the interpreter's lock."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def make_header(
+    label: ChunkLabel, namespace: Namespace, rank: Rank, payload: Iterable[memoryview]
+) -> bytes:
+    """The header page of a chunk with this payload."""
+    return pack_header(
+        ChunkHeader(
+            namespace=namespace.fingerprint,
+            key=label.key,
+            kind=label.kind,
+            block_tokens=label.block_tokens,
+            first_token=label.tokens.start,
+            last_token=label.tokens.stop,
+            parent=label.parent,
+            rank=rank.index,
+            num_ranks=rank.count,
+            payload_bytes=label.payload_bytes,
+            checksum_algorithm=CHECKSUM,
+            checksum=checksum(payload),
+        )
+    )
+
+
+def pack_header(header: ChunkHeader) -> bytes:
+    """A header as one page."""
+    body = msgspec.msgpack.encode(header)
+    prefix = _PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body))
+    return (prefix + body).ljust(HEADER_BYTES, b"\0")
+
+
+def parse_header(page: bytes | memoryview) -> ChunkHeader:
+    """Read a header page.
+
+    Raises:
+        BadChunk: it is none, of another version, or damaged.
+    """
+    page = bytes(page)
+    if len(page) < HEADER_BYTES:
+        raise BadChunk(f"header page of {len(page)} bytes instead of {HEADER_BYTES}")
+    magic, version, length, digest = _PREFIX.unpack_from(page)
+    if magic != MAGIC:
+        raise BadChunk("no chunk: the magic bytes are missing")
+    if version != VERSION:
+        raise BadChunk(f"format version {version}, this reader knows {VERSION}")
+    body = page[_PREFIX.size : _PREFIX.size + length]
+    if len(body) != length or xxhash.xxh3_64_intdigest(body) != digest:
+        raise BadChunk("damaged header")
+    if page[_PREFIX.size + length :].strip(b"\0"):
+        raise BadChunk("bytes behind the header")
+    try:
+        return msgspec.msgpack.decode(body, type=ChunkHeader)
+    except msgspec.ValidationError as error:
+        raise BadChunk(f"header does not parse: {error}") from error
+
+
+def check_header(header: ChunkHeader, label: ChunkLabel, namespace: Namespace, rank: Rank) -> None:
+    """Compare a header with what was asked for.
+
+    Raises:
+        BadChunk: names the first difference.
+    """
+    expected = {
+        "namespace": namespace.fingerprint,
+        "key": label.key,
+        "kind": label.kind,
+        "block_tokens": label.block_tokens,
+        "first_token": label.tokens.start,
+        "last_token": label.tokens.stop,
+        "parent": label.parent,
+        "rank": rank.index,
+        "num_ranks": rank.count,
+        "payload_bytes": label.payload_bytes,
+        "checksum_algorithm": CHECKSUM,
+    }
+    for name, wanted in expected.items():
+        found = getattr(header, name)
+        if found != wanted:
+            raise BadChunk(f"{name} is {_shown(found)}, expected {_shown(wanted)}")
+
+
+def check_payload(header: ChunkHeader, payload: Iterable[memoryview]) -> None:
+    """Compare a payload with its header's checksum.
+
+    Raises:
+        BadChunk: they differ.
+    """
+    if checksum(payload) != header.checksum:
+        raise BadChunk("payload does not match its checksum")
+
+
+def key_name(key: ChunkKey) -> str:
+    """A key as a name for files and objects."""
+    return key.hex()
+
+
+def key_from_name(name: str) -> ChunkKey:
+    """The key behind a name.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    return ChunkKey(bytes.fromhex(name))
+
+
+def _shown(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)
