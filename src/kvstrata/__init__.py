@@ -25,6 +25,7 @@ from kvstrata.errors import (
 )
 from kvstrata.planning.chunk_sizes import cut_into_chunks
 from kvstrata.planning.load_plan import LoadBounds, LoadPlan, choose_load, usable_lengths
+from kvstrata.planning.reach import require_reach
 from kvstrata.planning.request_ledger import RequestLedger, StateOffer
 from kvstrata.planning.store_plan import StorePlan, choose_stores
 
@@ -65,5 +66,6 @@ __all__ = [
     "choose_stores",
     "cut_into_chunks",
     "reduce_kv_caches",
+    "require_reach",
     "usable_lengths",
 ]

@@ -108,6 +108,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stored: set[ChunkRef] = set()
         self.failures: dict[ChunkRef, int] = {}
         self.given_up: set[ChunkRef] = set()
+        self.refused: set[ChunkRef] = set()
         self.offered: set[ChunkRef] = set()
         self.has_ended = False
 
@@ -134,12 +135,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.computed, self.offered = 0, set()
 
     @precondition(lambda self: not self.has_ended and self.computed == 0)
-    @rule(local=st.integers(0, 200))
-    def resume(self, local: int) -> None:
-        """From a hit over what this request itself has stored."""
+    @rule(local=st.integers(0, 200), data=st.data())
+    def resume(self, local: int, data: st.DataObject) -> None:
+        """From a hit over what is stored, by this request or meanwhile by another."""
         lookups = self.ledger.grid.lookup(lambda keys: to_codes([ChunkLookup.ABSENT] * len(keys)))
         rows = [bytearray(codes) for codes in lookups]
-        for ref in self.stored:
+        elsewhere = (
+            data.draw(st.sets(st.sampled_from(sorted(self.in_flight)))) if self.in_flight else set()
+        )
+        for ref in self.stored | elsewhere:
             rows[ref.group_id][ref.chunk] = ChunkLookup.READY
         codes = tuple(to_codes(map(ChunkLookup, row)) for row in rows)
         plan = choose_load(self.geometry, codes, LoadBounds(self.hasher.num_tokens, local))
@@ -158,8 +162,19 @@ class LedgerMachine(RuleBasedStateMachine):
             if chunks.group.kind is GroupKind.RECURRENT:
                 assert ref in self.offered
         begun = set(data.draw(st.lists(st.sampled_from(plan.chunks)))) if plan.chunks else set()
+        self.check_nothing_is_forgotten(set(plan.chunks))
         self.ledger.begin(begun)
         self.in_flight |= begun
+        self.refused |= set(plan.chunks) - begun
+
+    def check_nothing_is_forgotten(self, planned: set[ChunkRef]) -> None:
+        """Every complete chunk of a full group is stored, under way, planned, or was refused."""
+        known = planned | self.in_flight | self.stored | self.given_up | self.refused
+        end = min(self.computed, self.ledger.grid.hashed_tokens)
+        for chunks in self.geometry.groups:
+            if chunks.group.kind is GroupKind.FULL:
+                complete = {ChunkRef(chunks.group_id, i) for i in range(end // chunks.chunk_tokens)}
+                assert complete <= known
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
@@ -181,6 +196,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """A finishing request plans once more; an aborted one does not."""
         if not is_abort:
             last = choose_stores(self.ledger).chunks
+            self.check_nothing_is_forgotten(set(last))
             self.ledger.begin(last)
             self.in_flight |= set(last)
         self.ledger.end()

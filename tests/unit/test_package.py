@@ -31,7 +31,9 @@ def test_the_command_loads_no_torch() -> None:
 def test_public_names_are_sorted_and_there() -> None:
     assert kvstrata.__all__ == sorted(kvstrata.__all__)
     for name in kvstrata.__all__:
-        assert getattr(kvstrata, name).__doc__ or name.endswith("Error"), name
+        doc = getattr(kvstrata, name).__doc__
+        assert doc
+        assert not doc.startswith(f"{name}("), "a dataclass without a docstring of its own"
 
 
 def test_every_error_is_exported_and_has_one_root() -> None:

@@ -147,8 +147,8 @@ def _decode_step_s(geometry: ChunkGeometry, hasher: PrefixHasher, num_tokens: in
             if position % boundary == 0:
                 for chunks in geometry.recurrent:
                     ledger.offer_state(StateOffer(chunks.group_id, position))
-            plan = choose_stores(ledger)
-            if plan.chunks:
+            if ledger.has_news:
+                plan = choose_stores(ledger)
                 ledger.begin(plan.chunks)
                 ledger.settle(plan.chunks)
 

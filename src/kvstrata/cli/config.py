@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvstrata.cli.output import print_json, results
 from kvstrata.config import parse_config, read_config
@@ -30,11 +31,14 @@ def check(file: ConfigFile) -> None:
 def explain(file: ConfigFile) -> None:
     """Show every setting in force: its value, where it comes from, what it means."""
     given = read_mapping(file)
-    table = Table("setting", "value", "from", "meaning", title=str(file), title_justify="left")
+    table = Table(
+        "setting", "value", "from", "meaning", title=Text(str(file)), title_justify="left"
+    )
     for setting in settings(parse_config(given), given):
         origin = "default" if setting.is_default else "file"
         style = "dim" if setting.is_default else None
-        table.add_row(setting.path, setting.value, origin, setting.meaning, style=style)
+        cells = (setting.path, setting.value, origin, setting.meaning)
+        table.add_row(*map(Text, cells), style=style)  # Text: a user's brackets are no markup
     results().print(table)
 
 

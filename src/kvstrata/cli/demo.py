@@ -151,8 +151,8 @@ def _group_table(geometry: ChunkGeometry) -> Table:
     for name in ("group", "kind", "a hit of N needs", "block", "chunk", "bytes"):
         table.add_column(name)
     needs = {
-        GroupKind.FULL: "all blocks in [0, N)",
-        GroupKind.WINDOW: "the last {window} tokens",
+        GroupKind.FULL: "[0, N)",
+        GroupKind.WINDOW: "[N - {back}, N)",
         GroupKind.RECURRENT: "a state at exactly N",
     }
     for chunks in geometry.groups:
@@ -160,7 +160,7 @@ def _group_table(geometry: ChunkGeometry) -> Table:
         table.add_row(
             str(chunks.group_id),
             group.kind,
-            needs[group.kind].format(window=group.window_tokens),
+            needs[group.kind].format(back=(group.window_tokens or 1) - 1),
             f"{group.block_tokens} tokens",
             f"{chunks.chunk_tokens} tokens",
             f"{chunks.chunk_bytes / 2**20:.2f} MiB",

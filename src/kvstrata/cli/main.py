@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Final
 
 import typer
+from rich.text import Text
 
 from kvstrata import __version__
 from kvstrata.cli import bench, config, demo
@@ -50,5 +51,5 @@ def main() -> None:
     try:
         app()
     except KVStrataError as error:
-        errors().print(f"[bold red]error:[/] {error}", markup=True, highlight=False)
+        errors().print(Text.assemble(("error:", "bold red"), f" {error}"))
         sys.exit(USAGE_ERROR)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,13 +10,13 @@ import msgspec
 from msgspec import inspect
 
 from kvstrata.config.accepted import accepted, description
+from kvstrata.config.addresses import without_credentials
 from kvstrata.config.schema import Config
 from kvstrata.config.units import ByteSize, Duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-_PASSWORD: Final = re.compile(r"(?<=://)[^/@\s]*@")
 _QUANTITY: Final = r"^\s*(0|\d+(\.\d+)?\s*({units}))\s*$"
 
 
@@ -42,7 +42,15 @@ def settings(config: Config, given: Mapping[str, Any]) -> Iterator[Setting]:
 def _section(section: msgspec.Struct, given: object, path: str) -> Iterator[Setting]:
     kind = inspect.type_info(type(section))
     assert isinstance(kind, inspect.StructType)
-    data = given if isinstance(given, dict) else {}
+    data = given if isinstance(given, Mapping) else {}
+    if kind.tag_field:
+        yield Setting(
+            path=f"{path}.{kind.tag_field}",
+            value=str(kind.tag),
+            is_default=False,
+            meaning="What the tier is.",
+            accepted=str(kind.tag),
+        )
     for field in kind.fields:
         value, name = getattr(section, field.name), f"{path}.{field.name}".lstrip(".")
         if isinstance(value, msgspec.Struct):
@@ -65,7 +73,7 @@ def _shown(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if value == ():
         return "[]"
-    return _PASSWORD.sub("***@", str(value))
+    return without_credentials(str(value))
 
 
 def json_schema() -> dict[str, Any]:
@@ -85,7 +93,12 @@ def json_schema() -> dict[str, Any]:
 def _quantity_schema(kind: type) -> dict[str, Any]:
     units = r"B|[KMGTP]iB|[kKMGTP]B" if kind is ByteSize else r"us|ms|s|min|h|d"
     assert kind in (ByteSize, Duration), kind
-    return {"type": ["string", "integer"], "pattern": _QUANTITY.format(units=units), "maximum": 0}
+    return {
+        "type": ["string", "integer"],
+        "pattern": _QUANTITY.format(units=units),
+        "minimum": 0,
+        "maximum": 0,
+    }
 
 
 def _sections(kind: inspect.Type) -> Iterator[inspect.StructType]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,15 +16,18 @@ import yaml
 from msgspec import inspect
 
 from kvstrata.config.accepted import accepted, alternatives, plain
-from kvstrata.config.schema import Config
+from kvstrata.config.schema import Config, tier_name
 from kvstrata.config.units import ByteSize, Duration
 from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable
 
 _ROOT: Final = "configuration"
 _LOCATED: Final = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_BOOL: Final = "tag:yaml.org,2002:bool"
+_MERGE: Final = "tag:yaml.org,2002:merge"
+_SURPRISES: Final = (_BOOL, "tag:yaml.org,2002:timestamp")
 _STEP: Final = re.compile(r"[^.\[\]]+|\[\d+\]")
 
 
@@ -49,7 +53,7 @@ def read_mapping(path: Path | str) -> Mapping[str, Any]:
         raise ConfigError(
             str(path), f"cannot be read: {error.strerror}", "a readable file"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(str(path), problem, "a YAML or JSON file") from error
     return {} if data is None else data
@@ -62,6 +66,7 @@ def parse_config(data: Mapping[str, Any]) -> Config:
         ConfigError: names the path of the key, what is wrong, and what is accepted.
     """
     kind = inspect.type_info(Config)
+    data = _plain_data(data)
     _check_keys(data, kind, "")
     try:
         config = msgspec.convert(data, Config, dec_hook=_parse_quantity)
@@ -69,6 +74,13 @@ def parse_config(data: Mapping[str, Any]) -> Config:
         raise _explained(error, kind, data) from error
     _check_names(config)
     return config
+
+
+def _plain_data(value: Any) -> Any:  # noqa: ANN401 - data of any shape
+    """Mappings and sequences of any class as dictionaries and lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain_data(item) for key, item in value.items()}
+    return [_plain_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _parse_quantity(kind: type, value: object) -> ByteSize | Duration:
@@ -150,29 +162,43 @@ def _find(path: str, found: _Found) -> _Found:
 
 
 def _check_names(config: Config) -> None:
-    seen: dict[str, int] = {}
+    seen = {"host": "host"}
     for index, tier in enumerate(config.tiers):
-        if tier.name is None:
-            continue
-        if tier.name in seen:
+        path, name = f"tiers[{index}]", tier_name(tier)
+        if name in seen:
             raise ConfigError(
-                f"tiers[{index}].name",
-                f"{tier.name!r} is the name of tiers[{seen[tier.name]}] already",
+                f"{path}.name",
+                f"{name!r} is the name of {seen[name]} already",
                 "a name of its own for each tier",
             )
-        seen[tier.name] = index
+        seen[name] = path
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML as usual, but a key that stands twice is an error instead of a lost setting."""
+    """YAML without its surprises.
+
+    A key that stands twice is an error instead of a lost setting; `off` and `on` are words, dates
+    are text, and only `true` and `false` are booleans.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as the base class has it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _SURPRISES]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(key)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _bad_key(key_node, "a key must be a word")
+            if key_node.tag != _MERGE and key_node.value in seen:
+                raise _bad_key(key_node, f"key {key_node.value!r} stands twice")
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_implicit_resolver(_BOOL, re.compile("true|false"), list("tf"))
+
+
+def _bad_key(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

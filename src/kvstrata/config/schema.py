@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.addresses import without_credentials
 from kvstrata.config.units import ByteSize, Duration, duration, size
 
 EvictionName: TypeAlias = Literal["lru", "s3fifo", "arc"]
@@ -26,7 +27,12 @@ Required: TypeAlias = Annotated[
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shared behaviour of all sections: immutable, no unknown keys."""
+    """Shared behaviour of all sections: immutable, no unknown keys, no credentials in `repr`."""
+
+    def __repr__(self) -> str:
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        shown = ", ".join(f"{name}={without_credentials(repr(value))}" for name, value in values)
+        return f"{type(self).__name__}({shown})"
 
 
 class HostConfig(_Section, frozen=True, kw_only=True):
@@ -107,6 +113,11 @@ class ValkeyTierConfig(_Section, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 TierConfig: TypeAlias = FilesystemTierConfig | ObjectStoreTierConfig | ValkeyTierConfig
+
+
+def tier_name(tier: TierConfig) -> str:
+    """A tier's name: its own, or its kind."""
+    return tier.name or str(tier.__struct_config__.tag)
 
 
 class StoreConfig(_Section, frozen=True, kw_only=True):

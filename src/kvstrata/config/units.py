@@ -5,7 +5,9 @@ A bare number is refused, since it would leave the unit to a guess; only zero ne
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import Decimal
 from typing import Any, Final
 
 import msgspec
@@ -15,7 +17,10 @@ _SIZE_UNITS: Final = {
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50,
     "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
 }  # fmt: skip
-_TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME_UNITS: Final = {
+    "us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1),
+    "min": Decimal(60), "h": Decimal(3600), "d": Decimal(86400),
+}  # fmt: skip
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 ACCEPTED_SIZES: Final = "a number with a unit (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB), as in 64GiB"
@@ -37,13 +42,14 @@ class ByteSize(int):
             return cls(0)
         if unit not in _SIZE_UNITS:
             raise ValueError(f"{text!r} is not a size; accepted: {ACCEPTED_SIZES}")
-        return cls(round(number * _SIZE_UNITS[unit]))
+        return cls(number * _SIZE_UNITS[unit])
 
     def __str__(self) -> str:
-        for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
-            if self and self % _SIZE_UNITS[unit] == 0:
-                return f"{self // _SIZE_UNITS[unit]}{unit}"
-        return f"{int(self)}B"
+        """As it would be written: the largest unit that is exact."""
+        by_size = sorted(_SIZE_UNITS.items(), key=lambda entry: -entry[1])
+        exact = ((int(self) // size, unit) for unit, size in by_size if self % size == 0)
+        number, unit = next(exact) if self else (0, "B")
+        return f"{number}{unit}"
 
 
 class Duration(float):
@@ -61,11 +67,17 @@ class Duration(float):
             return cls(0)
         if unit not in _TIME_UNITS:
             raise ValueError(f"{text!r} is not a time; accepted: {ACCEPTED_TIMES}")
-        return cls(number * _TIME_UNITS[unit])
+        seconds = float(number * _TIME_UNITS[unit])
+        if not math.isfinite(seconds):
+            raise ValueError(f"{text!r} is too long; accepted: {ACCEPTED_TIMES}")
+        return cls(seconds)
 
     def __str__(self) -> str:
-        if self and self < 1:
-            return f"{self * 1000:g}ms"
+        """As it would be written: the largest unit that is exact."""
+        micros = round(self * 10**6)
+        for unit, seconds in reversed(_TIME_UNITS.items()):
+            if micros and micros % round(seconds * 10**6) == 0:
+                return f"{micros // round(seconds * 10**6)}{unit}"
         return f"{float(self):g}s"
 
 
@@ -79,8 +91,8 @@ def duration(text: str) -> Any:  # noqa: ANN401
     return msgspec.field(default_factory=lambda: Duration.parse(text))
 
 
-def _split(text: object, accepted: str) -> tuple[float, str]:
+def _split(text: object, accepted: str) -> tuple[Decimal, str]:
     found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) else None
     if found is None or isinstance(text, bool):
         raise ValueError(f"{text!r} is not understood; accepted: {accepted}")
-    return float(found[1]), found[2]
+    return Decimal(found[1]), found[2]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Caches = Mapping[str, Sequence[TensorView]]
 
 _KEYS_AND_VALUES: Final = 2
+_RAW_BYTES: Final = ("int8", "uint8")
 
 
 class _Run(NamedTuple):
@@ -139,13 +140,18 @@ class _ReducedTensor:
 
     @property
     def arrangement(self) -> str:
-        """How values are arranged in a row: dtype, and the inner axes by address."""
-        return f"{self._tensor.dtype}{[(a, self._tensor.shape[a]) for a in self._axes]}"
+        """How values are arranged in a row: dtype, the inner axes by address, and its runs.
+
+        The runs belong to it because a payload is laid out run by run.
+        """
+        axes = [(axis, self._tensor.shape[axis]) for axis in self._axes]
+        return f"{self._tensor.dtype}{axes}{[run.length for run in self.runs()]}"
 
     @property
     def is_flat_state(self) -> bool:
         """Whether a row is one plain run of bytes, which an engine may have padded at its end."""
-        return self._kind is GroupKind.RECURRENT and self._tensor.itemsize == 1 and not self._outer
+        is_flat = self._tensor.dtype in _RAW_BYTES and len(self._axes) <= 1 and not self._outer
+        return is_flat and self._kind is GroupKind.RECURRENT
 
     def trim(self, row_bytes: int) -> None:
         """Leave the padding at the end of each row out."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.core.ids import BlockHash, ChunkKey, GroupId, chunk_key, key_suffix
 from kvstrata.core.layout import GroupKind, KVGroup, KVLayout
-from kvstrata.core.spans import RowSpan, TokenSpan
+from kvstrata.core.spans import RowSpan, TokenSpan, whole_units
 from kvstrata.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -47,12 +47,14 @@ class GroupChunks:
                 f"the hash block of {self.hash_block_tokens}"
             )
         if group.kind is GroupKind.RECURRENT:
-            fits = size == group.boundary_tokens
-        else:
-            fits = size % group.block_tokens == 0 or (
-                group.block_tokens % size == 0 and size % group.cut_tokens == 0
-            )
-        if not fits:
+            if size != group.boundary_tokens:
+                raise LayoutError(
+                    f"recurrent group {self.group_id}: chunk of {size} tokens, but states are "
+                    f"{group.boundary_tokens} apart"
+                )
+            return
+        is_part = group.block_tokens % size == 0 and size % group.cut_tokens == 0
+        if size % group.block_tokens and not is_part:
             raise LayoutError(
                 f"{group.kind} group {self.group_id}: chunk of {size} tokens neither holds whole "
                 f"blocks of {group.block_tokens} nor an even part of one, cut at multiples of "
@@ -93,16 +95,20 @@ class GroupChunks:
 
     def num_chunks(self, num_tokens: int) -> int:
         """Complete chunks within the first `num_tokens` tokens."""
-        return num_tokens // self.chunk_tokens
+        return whole_units(num_tokens, self.chunk_tokens)
 
     def tokens(self, index: int) -> TokenSpan:
         """The tokens that chunk `index` covers; a recurrent state is taken at their end."""
         return TokenSpan(index * self.chunk_tokens, (index + 1) * self.chunk_tokens)
 
+    def chunk_ending_at(self, num_tokens: int) -> int:
+        """The last chunk that is complete within the first `num_tokens` tokens."""
+        return whole_units(num_tokens, self.chunk_tokens) - 1
+
     def rows(self, tokens: TokenSpan) -> RowSpan:
         """The kernel blocks to copy for these tokens; for a state, the block it rests in."""
         if self.group.kind is GroupKind.RECURRENT:
-            row = (tokens.stop - 1) // self.group.block_tokens
+            row = whole_units(tokens.stop - 1, self.group.block_tokens)
             return RowSpan(row, row + 1)
         return tokens.rows(self.group.cut_tokens)
 
@@ -149,7 +155,7 @@ class ChunkGrid:
 
     def num_chunks(self, group_id: GroupId) -> int:
         """Chunks of a group that have a key by now."""
-        return len(self._hashes) // self.geometry.groups[group_id].hashes_per_chunk
+        return whole_units(len(self._hashes), self.geometry.groups[group_id].hashes_per_chunk)
 
     def key(self, group_id: GroupId, index: int) -> ChunkKey:
         """The key of one chunk."""
@@ -165,7 +171,7 @@ class ChunkGrid:
 
     def hash_before(self, num_tokens: int) -> BlockHash:
         """The prefix hash of the first `num_tokens` tokens, a multiple of the hash block."""
-        blocks = num_tokens // self.geometry.layout.hash_block_tokens
+        blocks = whole_units(num_tokens, self.geometry.layout.hash_block_tokens)
         return self._hashes[blocks - 1] if blocks else BlockHash(b"")
 
     def lookup(self, lookup: Callable[[Sequence[ChunkKey]], LookupCodes]) -> GroupLookups:

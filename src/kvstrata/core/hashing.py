@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, overload
 
 from kvstrata.core.ids import BlockHash
-from kvstrata.core.spans import TokenSpan
+from kvstrata.core.spans import TokenSpan, whole_units
 from kvstrata.errors import LayoutError
 
 Digest = Callable[[bytes], bytes]
@@ -91,7 +91,7 @@ class PrefixHasher:
             ValueError: a token id is negative or does not fit 32 bits; nothing was appended.
         """
         tail = self._tail + _pack(tokens)
-        num_blocks = len(tail) // self._block_tokens
+        num_blocks = whole_units(len(tail), self._block_tokens)
         data = memoryview(_little_endian(tail))
         block_bytes = self._block_tokens * tail.itemsize
         first = len(self._hashes)
@@ -147,7 +147,7 @@ class AdoptedHashes(Sequence[BlockHash]):
         self._step = hash_block_tokens // engine_tokens
 
     def __len__(self) -> int:
-        return len(self._engine_hashes) // self._step
+        return whole_units(len(self._engine_hashes), self._step)
 
     @overload
     def __getitem__(self, index: int) -> BlockHash: ...
@@ -162,7 +162,7 @@ class AdoptedHashes(Sequence[BlockHash]):
 
 def _pack(tokens: Iterable[int]) -> array[int]:
     try:
-        return array(_UNSIGNED_32, tokens)
+        return array(_UNSIGNED_32, iter(tokens))  # bytes would be read as raw memory
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token ids must be integers from 0 to 2**32 - 1: {error}") from error
 

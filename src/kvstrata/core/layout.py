@@ -22,7 +22,7 @@ class GroupKind(StrEnum):
     FULL = "full"
     """All blocks in [0, N)."""
     WINDOW = "window"
-    """The blocks that touch the last `window_tokens` positions before N."""
+    """The blocks that touch [N - window_tokens + 1, N)."""
     RECURRENT = "recurrent"
     """One state, taken at exactly N."""
 
@@ -187,7 +187,9 @@ class KVLayout:
     @property
     def alignment_tokens(self) -> int:
         """Hits end at multiples of this."""
-        return self.hit_alignment_tokens or self.hash_block_tokens
+        if self.hit_alignment_tokens is None:
+            return self.hash_block_tokens
+        return self.hit_alignment_tokens
 
     @cached_property
     def hit_stride_tokens(self) -> int:

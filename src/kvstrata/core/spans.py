@@ -1,6 +1,6 @@
 """Half-open ranges, and all rounding between tokens, blocks and chunks.
 
-Nothing else in kvstrata rounds: a plan that is off by one token is a wrong answer, so the
+Plans are rounded here and nowhere else: one that is off by a token is a wrong answer, so the
 arithmetic has one home and one set of tests.
 """
 
@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def whole_units(value: int, unit: int) -> int:
+    """How many whole units `value` holds; for a position, the unit it lies in."""
+    return value // unit
 
 
 def floor_to(value: int, unit: int) -> int:
@@ -99,6 +104,5 @@ class TokenSpan(Span):
         return RowSpan(*self._units_touched(row_tokens))
 
     def _units_touched(self, unit: int) -> tuple[int, int]:
-        if self.start == self.stop:
-            return self.start // unit, self.start // unit
-        return self.start // unit, ceil_div(self.stop, unit)
+        first = whole_units(self.start, unit)
+        return first, first if self.start == self.stop else ceil_div(self.stop, unit)

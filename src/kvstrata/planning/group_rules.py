@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvstrata.core.layout import GroupKind
 from kvstrata.core.lookups import READY_BYTE, ChunkLookup, LookupCodes
-from kvstrata.core.spans import ChunkSpan, Span, TokenSpan, floor_to
+from kvstrata.core.spans import ChunkSpan, Span, TokenSpan, floor_to, whole_units
 
 if TYPE_CHECKING:
     from kvstrata.core.chunk_grid import GroupChunks
@@ -121,7 +121,7 @@ class RecurrentRule:
     def longest_valid(self, length: int) -> int:
         """The last boundary up to `length` with a state."""
         size = self.chunks.chunk_tokens
-        last = self.codes.rfind(READY_BYTE, 0, length // size)
+        last = self.codes.rfind(READY_BYTE, 0, whole_units(length, size))
         return max(self.local, (last + 1) * size)
 
     def blocking_chunk(self, length: int) -> int | None:
@@ -129,7 +129,7 @@ class RecurrentRule:
         boundary = floor_to(length, self.chunks.chunk_tokens)
         if boundary <= self.local:
             return None
-        index = boundary // self.chunks.chunk_tokens - 1
+        index = self.chunks.chunk_ending_at(boundary)
         is_ready = index < len(self.codes) and self.codes[index] == ChunkLookup.READY
         return None if is_ready else index
 
@@ -146,7 +146,7 @@ def rule_for(chunks: GroupChunks, codes: LookupCodes, local: int) -> GroupRule:
         return RecurrentRule(chunks, local, codes)
     if group.window_tokens is not None:
         return WindowRule(chunks, local, codes, group.window_tokens, margin)
-    first = local // chunks.chunk_tokens
+    first = whole_units(local, chunks.chunk_tokens)
     ready = codes[first:]
     first_missing = first + len(ready) - len(ready.lstrip(READY_BYTE))
     return FullRule(chunks, local, first_missing, margin)

@@ -157,7 +157,7 @@ class _Search:
         self._geometry = geometry
         self._lookups = lookups
         self._bounds = bounds
-        self._alignment = geometry.layout.alignment_tokens
+        self._stride = geometry.layout.hit_stride_tokens
         self.rules = self._rules(lookups)
 
     def possible(self) -> int:
@@ -188,8 +188,7 @@ class _Search:
                 lowered = rule.longest_valid(length)
                 if lowered < length:
                     note(rule, length)
-                    length = lowered
-            length = self._align(length)
+                    length = self._align(lowered)
             if length == before:
                 return length
 
@@ -209,7 +208,8 @@ class _Search:
         return tuple(rule_for(chunks, codes, local) for chunks, codes in pairs)
 
     def _align(self, length: int) -> int:
-        return max(self._bounds.local_tokens, floor_to(length, self._alignment))
+        """Lengths between strides can never be hits; skipping them keeps the reasons true."""
+        return max(self._bounds.local_tokens, floor_to(length, self._stride))
 
 
 def _obstacle(rule: GroupRule, lookups: GroupLookups, length: int) -> Obstacle | None:

@@ -9,6 +9,7 @@ its last store has settled.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -62,9 +63,10 @@ class _OnDevice:
     computed_tokens: int = 0
     step_start: int = 0
     """Tokens computed before the last step."""
-    next_end: int = 0
-    """The next number of computed tokens at which some chunk is complete."""
-    has_news: bool = False
+    planned_tokens: int = 0
+    """Storable tokens when stores were last begun."""
+    has_retry: bool = False
+    """Whether a store failed since then."""
     offers: list[StateOffer] = field(default_factory=list)
 
 
@@ -91,6 +93,11 @@ class RequestLedger:
         return self._device.computed_tokens
 
     @property
+    def storable_tokens(self) -> int:
+        """Tokens that are computed and hashed."""
+        return min(self._device.computed_tokens, self.grid.hashed_tokens)
+
+    @property
     def offers(self) -> tuple[StateOffer, ...]:
         """The recurrent states that exist on the device until the next step."""
         return tuple(self._device.offers)
@@ -106,7 +113,10 @@ class RequestLedger:
 
         While it is false there is nothing to choose; most decode steps end here.
         """
-        return self._device.has_news
+        device = self._device
+        if device.offers or device.has_retry:
+            return True
+        return self.storable_tokens >= device.planned_tokens + self._tokens_to_next_end()
 
     @property
     def num_in_flight(self) -> int:
@@ -142,8 +152,10 @@ class RequestLedger:
         """A step has computed the tokens up to here; offers of earlier steps are void.
 
         Raises:
-            ValueError: fewer tokens than before; a request loses tokens by `preempt` alone.
+            ValueError: fewer tokens than before, which only `preempt` may cause, or the request
+                has ended.
         """
+        self._check_running()
         device = self._device
         if computed_tokens < device.computed_tokens:
             raise ValueError(
@@ -153,24 +165,18 @@ class RequestLedger:
         device.step_start, device.computed_tokens = device.computed_tokens, computed_tokens
         if device.offers:
             device.offers.clear()
-        if computed_tokens >= device.next_end:
-            device.has_news = True
-            device.next_end = min(
-                (floor_to(computed_tokens, size) + size for size in self._chunk_sizes),
-                default=computed_tokens + 1,
-            )
 
     def offer_state(self, offer: StateOffer) -> None:
         """A recurrent state exists until the next step.
 
         Raises:
-            ValueError: the group has no states.
+            ValueError: the group has no states, or the request has ended.
         """
+        self._check_running()
         kind = self.grid.geometry.groups[offer.group_id].group.kind
         if kind is not GroupKind.RECURRENT:
             raise ValueError(f"{kind} group {offer.group_id} has no states to offer")
         self._device.offers.append(offer)
-        self._device.has_news = True
 
     def resume(self, plan: LoadPlan) -> None:
         """Go on from a hit: its tokens are on the device, the chunks it loaded are stored.
@@ -186,7 +192,9 @@ class RequestLedger:
         self._device.step_start = plan.num_tokens
         for load in plan.loads:
             for index in load.chunks:
-                self._mark(ChunkRef(load.group_id, index), ChunkProgress.STORED)
+                ref = ChunkRef(load.group_id, index)
+                if self.progress(ref) is not ChunkProgress.IN_FLIGHT:
+                    self._mark(ref, ChunkProgress.STORED)
 
     def preempt(self) -> None:
         """The engine took the request's blocks; what is stored or in flight stays so."""
@@ -200,31 +208,57 @@ class RequestLedger:
     def begin(self, refs: Iterable[ChunkRef]) -> None:
         """Stores of these chunks start now; what was not taken waits for the next news.
 
+        Call it after each choice, also when nothing is taken. Atomic: on an error nothing changes.
+
         Raises:
-            ValueError: a chunk is in flight or stored already.
+            ValueError: a chunk is in flight or stored already, or named twice.
         """
+        refs = list(refs)
         for ref in refs:
             if self.progress(ref) is not ChunkProgress.OPEN:
                 raise ValueError(f"{ref} cannot be stored: it is {self.progress(ref).name}")
+        if len(set(refs)) < len(refs):
+            raise ValueError("a chunk is named twice")
+        for ref in refs:
             self._mark(ref, ChunkProgress.IN_FLIGHT)
-        self._device.has_news = False
+        self._device.planned_tokens = self.storable_tokens
+        self._device.has_retry = False
+        self._device.offers.clear()
 
     def settle(self, stored: Iterable[ChunkRef], failed: Iterable[ChunkRef] = ()) -> None:
         """Stores have ended; a failed chunk may be tried again while it is on the device.
 
+        Atomic: on an error nothing changes.
+
         Raises:
             ValueError: a chunk was not in flight.
         """
+        stored, failed = list(stored), list(failed)
+        for ref in (*stored, *failed):
+            if self.progress(ref) is not ChunkProgress.IN_FLIGHT:
+                raise ValueError(f"{ref} is {self.progress(ref).name}, not in flight")
         for ref in stored:
-            self._land(ref, ChunkProgress.STORED)
+            self._mark(ref, ChunkProgress.STORED)
         for ref in failed:
-            failures = self._failures.pop(ref, 0) + 1
-            if failures >= MAX_ATTEMPTS:
-                self._land(ref, ChunkProgress.GIVEN_UP)
-                continue
-            self._land(ref, ChunkProgress.OPEN)
-            self._failures[ref] = failures
-            self._device.has_news = True
+            self._retry_or_give_up(ref)
+
+    def _retry_or_give_up(self, ref: ChunkRef) -> None:
+        failures = self._failures.pop(ref, 0) + 1
+        if failures >= MAX_ATTEMPTS:
+            self._mark(ref, ChunkProgress.GIVEN_UP)
+            return
+        self._mark(ref, ChunkProgress.OPEN)
+        self._failures[ref] = failures
+        self._device.has_retry = True
+
+    def _check_running(self) -> None:
+        if self._has_ended:
+            raise ValueError("the request has ended")
+
+    def _tokens_to_next_end(self) -> int:
+        """How many more storable tokens complete another attention chunk."""
+        planned = self._device.planned_tokens
+        return min((size - planned % size for size in self._chunk_sizes), default=sys.maxsize)
 
     def _first_kept(self, group_id: GroupId) -> int:
         """The first chunk whose blocks the engine has not taken back.
@@ -237,11 +271,6 @@ class RequestLedger:
             return 0
         seen = max(0, self._device.step_start - window + 1)
         return ceil_div(floor_to(seen, chunks.group.block_tokens), chunks.chunk_tokens)
-
-    def _land(self, ref: ChunkRef, progress: ChunkProgress) -> None:
-        if self.progress(ref) is not ChunkProgress.IN_FLIGHT:
-            raise ValueError(f"{ref} is {self.progress(ref).name}, not in flight")
-        self._mark(ref, progress)
 
     def _mark(self, ref: ChunkRef, progress: ChunkProgress) -> None:
         row = self._progress[ref.group_id]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstrata.core.layout import GroupKind
-from kvstrata.core.spans import ceil_div, floor_to
+from kvstrata.core.spans import ceil_div, floor_to, whole_units
 from kvstrata.planning.group_rules import lengths_reading
 from kvstrata.planning.request_ledger import ChunkProgress, ChunkRef
 
@@ -50,7 +50,7 @@ def choose_stores(ledger: RequestLedger, limit_tokens: int | None = None) -> Sto
     """
     if not ledger.has_news:
         return _NOTHING
-    end = min(ledger.computed_tokens, ledger.grid.hashed_tokens)
+    end = ledger.storable_tokens
     if limit_tokens is not None:
         end = min(end, limit_tokens)
     states = _states(ledger, end)
@@ -76,7 +76,7 @@ def _states(ledger: RequestLedger, end: int) -> list[ChunkRef]:
     geometry = ledger.grid.geometry
     stride = geometry.layout.hit_stride_tokens
     refs = {
-        ChunkRef(group_id, boundary // geometry.groups[group_id].chunk_tokens - 1)
+        ChunkRef(group_id, geometry.groups[group_id].chunk_ending_at(boundary))
         for group_id, boundary in ledger.offers
         if 0 < boundary <= end and boundary % stride == 0
     }
@@ -102,7 +102,7 @@ def _is_reachable(ledger: RequestLedger, offered: frozenset[ChunkRef], lengths: 
         return True
     leader = geometry.recurrent[0]
     size = leader.chunk_tokens
-    first, stop = ceil_div(lengths.start, size) - 1, (lengths.stop - 1) // size
+    first, stop = ceil_div(lengths.start, size) - 1, whole_units(lengths.stop - 1, size)
     kept = ledger.taken_chunks(leader.group_id, first, stop)
     kept += [i for group_id, i in offered if group_id == leader.group_id and first <= i < stop]
     return any(_has_every_state(ledger, offered, (index + 1) * size) for index in kept)
@@ -110,7 +110,7 @@ def _is_reachable(ledger: RequestLedger, offered: frozenset[ChunkRef], lengths: 
 
 def _has_every_state(ledger: RequestLedger, offered: frozenset[ChunkRef], length: int) -> bool:
     refs = (
-        ChunkRef(chunks.group_id, length // chunks.chunk_tokens - 1)
+        ChunkRef(chunks.group_id, chunks.chunk_ending_at(length))
         for chunks in ledger.grid.geometry.recurrent
     )
     return all(ref in offered or ledger.is_taken(ref) for ref in refs)

@@ -6,6 +6,7 @@ tokens: for each layer one dense block of bytes, so a copy is one gather or scat
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,14 +57,24 @@ class CacheViews:
         layout: the model's groups.
         caches: the engine's tensors by layer name.
         num_blocks: blocks in the engine's pool.
+        block_axes: which axis counts kernel blocks, for layers whose shape leaves it open.
 
     Raises:
         LayoutError: a tensor cannot be reduced with certainty.
     """
 
-    def __init__(self, layout: KVLayout, caches: Mapping[str, LayerCache], num_blocks: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        caches: Mapping[str, LayerCache],
+        num_blocks: int,
+        block_axes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         tensors = {name: _as_list(cache) for name, cache in caches.items()}
-        views = {name: [describe(t) for t in parts] for name, parts in tensors.items()}
+        views = {
+            name: [describe(tensor, block_axis=block_axes.get(name)) for tensor in parts]
+            for name, parts in tensors.items()
+        }
         self.canonical: CanonicalKVCaches = reduce_kv_caches(layout, views, num_blocks)
         storages = {
             t.untyped_storage().data_ptr(): _bytes_of(t) for ts in tensors.values() for t in ts

@@ -47,9 +47,11 @@ def test_an_invalid_file_fails_with_one_line_and_code_two(file: Path) -> None:
 
 
 def test_brackets_in_an_error_are_shown_as_they_are(file: Path) -> None:
-    file.write_text("tiers: [{kind: filesystem, path: x, name: '[bold]', weight: -1}]\n")
+    file.write_text("tiers: [{kind: filesystem, path: x, '[/bold]': 1}]\n")
+    assert "tiers[0].[/bold]: unknown key" in run("config", "check", str(file)).stderr
 
-    assert "tiers[0].weight" in run("config", "check", str(file)).stderr
+    file.write_text("tiers: [{kind: filesystem, path: '/a/[red]b[/x]'}]\n")
+    assert "/a/[red]b[/x]" in run("config", "explain", str(file)).stdout
 
 
 def test_explain_shows_values_and_meanings(file: Path) -> None:

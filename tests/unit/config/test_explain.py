@@ -21,6 +21,7 @@ INVALID: list[dict[str, Any]] = [
     {"unknown": 1},
     {"host": {"capacity": "64"}},
     {"host": {"capacity": 64}},
+    {"host": {"capacity": -5}},
     {"load": {"deadline": "10 parsecs"}},
     {"tiers": [{"kind": "valkey", "url": "http://h"}]},
     {"tiers": [{"kind": "filesystem"}]},
@@ -55,6 +56,7 @@ def test_every_setting_is_explained_with_its_origin() -> None:
     assert found["tiers[0].url"].value == "valkey://***@cache:6379/0"
     assert found["tiers[0].ttl"].value == "null"
     assert found["store.decode"].value == "true"
+    assert found["tiers[0].kind"].value == "valkey"
     assert all(setting.meaning and setting.accepted for setting in found.values())
 
 

@@ -12,6 +12,7 @@ from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
+from types import MappingProxyType
 
 EXAMPLE = """
 host: {capacity: 64GiB, eviction: s3fifo}
@@ -120,6 +121,7 @@ def test_a_password_does_not_reach_the_error() -> None:
         (b"host: {capacity: 1GiB", "expected"),
         (b"\xff\xfe\x00", "a YAML or JSON file"),
         (b"host: {}\nhost: {}\n", "key 'host' stands twice"),
+        (b"? [a]\n: 1\n", "a key must be a word"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
@@ -158,11 +160,79 @@ def test_times_carry_units(text: str, seconds: float) -> None:
     assert Duration.parse(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["4GiB", "1TiB", "512B", "0B"])
+@pytest.mark.parametrize("text", ["4GiB", "1TiB", "512B", "0B", "2TB", "1PB"])
 def test_sizes_are_shown_as_they_are_written(text: str) -> None:
     assert str(ByteSize.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["10s", "250ms", "0s"])
+@pytest.mark.parametrize("text", ["10s", "250ms", "0s", "30d", "90min", "5us"])
 def test_times_are_shown_as_they_are_written(text: str) -> None:
     assert str(Duration.parse(text)) == text
+
+
+def test_sizes_are_exact() -> None:
+    assert ByteSize.parse("9007199254740993B") == 9007199254740993
+    with pytest.raises(ValueError, match="too long"):
+        Duration.parse("9" * 400 + "s")
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy", "off"])
+def test_words_need_no_quotes(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "kvstrata.yaml"
+    path.write_text(f"store: {{mode: {mode}, decode: false}}\n")
+
+    assert read_config(path).store.mode == mode
+    assert read_config(path).store.decode is False
+
+
+def test_anchors_and_odd_words_are_read_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "kvstrata.yaml"
+    path.write_text(
+        "tiers:\n"
+        "  - &disk {kind: filesystem, path: 2024-13-45, quota: 2GiB, name: on}\n"
+        "  - {<<: *disk, name: second}\n"
+    )
+
+    first, second = read_config(path).tiers
+    assert isinstance(first, FilesystemTierConfig)
+    assert isinstance(second, FilesystemTierConfig)
+    assert (first.path, first.name) == ("2024-13-45", "on")
+    assert (second.quota, second.name) == (2 * 2**30, "second")
+
+
+def test_any_kind_of_mapping_is_read() -> None:
+    data = MappingProxyType({"host": MappingProxyType({"capacty": "1GiB"})})
+    with pytest.raises(ConfigError, match="did you mean 'capacity'"):
+        parse_config(data)
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [{"kind": "filesystem", "path": "x"}] * 2,
+        [
+            {"kind": "filesystem", "path": "x"},
+            {"kind": "valkey", "url": "redis://h", "name": "filesystem"},
+        ],
+        [{"kind": "filesystem", "path": "x", "name": "host"}],
+    ],
+)
+def test_names_are_unique_whether_given_or_not(tiers: list[dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"name: .* already"):
+        parse_config({"tiers": tiers})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey://me:sec@ret@h:1/0",
+        "redis://me:sec/ret@h",
+        "redis://h/0?password=secret",
+        "redis://:secret@h",
+    ],
+)
+def test_credentials_are_in_no_repr(url: str) -> None:
+    config = parse_config({"tiers": [{"kind": "valkey", "url": url}]})
+
+    assert "sec" not in repr(config).replace("second", "")
+    assert "***" in repr(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -89,6 +90,19 @@ def test_a_padded_state_is_trimmed_to_its_real_bytes() -> None:
 
     assert canonical.groups[0].pieces == (BytePiece(0, 0, 4096),)
     assert canonical.matrices[0].row_stride == 5000
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        replace(view(BLOCKS, 8, 1024), dtype="float8_e4m3fn"),
+        view(BLOCKS, 8, 1024),
+    ],
+)
+def test_a_state_with_a_shape_is_never_trimmed(cache: TensorView) -> None:
+    message = refusal(a_layout(recurrent_group(16)), {"recurrent.0": [cache]})
+
+    assert "expected 4096 bytes per kernel block" in message
 
 
 def test_padding_inside_an_attention_page_is_refused() -> None:

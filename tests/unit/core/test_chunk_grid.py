@@ -116,7 +116,7 @@ def test_chunk_bytes_follow_the_tokens_except_for_states() -> None:
         (full_group(48), 64, "neither holds whole blocks of 48 nor an even part"),
         (full_group(48), 16, "neither holds whole blocks of 48"),
         (full_group(96, kernel=32), 16, "cut at multiples of 32"),
-        (recurrent_group(48), 96, "neither holds whole blocks of 48"),
+        (recurrent_group(48), 96, "chunk of 96 tokens, but states are 48 apart"),
     ],
 )
 def test_chunks_that_do_not_fit_their_group_are_refused(

@@ -118,6 +118,13 @@ def test_bad_tokens_are_refused_and_nothing_is_appended(bad: object) -> None:
     assert hasher.num_tokens == 0
 
 
+def test_bytes_are_token_ids_like_any_other_integers() -> None:
+    assert hashes_of(list(bytes([1, 2, 3, 4]))) == hashes_of([1, 2, 3, 4])
+    hasher = PrefixHasher(4)
+    hasher.extend(bytes([1, 2, 3, 4]))
+    assert list(hasher.hashes) == hashes_of([1, 2, 3, 4])
+
+
 def test_hash_block_must_be_positive() -> None:
     with pytest.raises(LayoutError, match="hash_block_tokens is 0"):
         PrefixHasher(0)

@@ -81,6 +81,8 @@ def test_hash_block_must_be_positive(hash_block: int) -> None:
 def test_alignment_is_a_multiple_of_the_hash_block() -> None:
     with pytest.raises(LayoutError, match="hit_alignment_tokens 24 is not a multiple"):
         a_layout(full_group(16), alignment=24)
+    with pytest.raises(LayoutError, match="hit_alignment_tokens 0 is not"):
+        a_layout(full_group(16), alignment=0)
     assert a_layout(full_group(16)).alignment_tokens == 16
     assert a_layout(full_group(16), alignment=48).alignment_tokens == 48
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,5 +81,5 @@ def test_every_layout_can_be_cut(layout: KVLayout, size: int | None) -> None:
     for chunks in geometry.groups:
         if chunks.group.kind is GroupKind.RECURRENT or size is None:
             continue
-        unit = chunks.group.cut_tokens * layout.hash_block_tokens
+        unit = math.lcm(chunks.group.cut_tokens, layout.hash_block_tokens)
         assert chunks.chunk_tokens <= max(size, unit)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,9 +65,9 @@ def test_chunks_too_large_are_named_with_the_setting() -> None:
         require_reach(geometry, 1000)
     message = str(caught.value)
     assert message.startswith("hybrid_chunk_size: nothing can ever be stored")
-    assert "full group 0 is complete at 4096 tokens" in message
-    assert "hybrid_chunk_size of at most 1000" in message
-    require_reach(cut_into_chunks(a_layout(full_group(16)), 1000), 1000)
+    assert "full group 0 has its chunks complete at 4096 tokens" in message
+    assert "a hybrid_chunk_size such as 992" in message
+    require_reach(cut_into_chunks(a_layout(full_group(16)), 992), 1000)
 
 
 def test_blocks_too_large_are_named_when_no_chunk_size_helps() -> None:
@@ -74,3 +75,20 @@ def test_blocks_too_large_are_named_when_no_chunk_size_helps() -> None:
 
     with pytest.raises(ConfigError, match="smaller blocks than 4096 tokens"):
         require_reach(geometry, 1000)
+
+
+def test_a_remedy_that_is_named_helps() -> None:
+    layout = a_layout(full_group(48), recurrent_group(528), hash_block=16)
+
+    with pytest.raises(ConfigError, match=r"such as (\d+)") as caught:
+        require_reach(cut_into_chunks(layout, 240), 561)
+    found = re.search(r"such as (\d+)", str(caught.value))
+    assert found is not None
+    require_reach(cut_into_chunks(layout, int(found[1])), 561)
+
+
+def test_an_alignment_that_is_too_coarse_is_named() -> None:
+    geometry = cut_into_chunks(a_layout(full_group(16), alignment=1024))
+
+    with pytest.raises(ConfigError, match=r"takes hits at multiples of 1024 alone.*smaller hit"):
+        require_reach(geometry, 512)

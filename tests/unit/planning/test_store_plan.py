@@ -262,6 +262,55 @@ def test_an_ended_request_stores_nothing_new_but_settles() -> None:
     assert ledger.num_in_flight == 0
 
 
+def test_hashes_that_arrive_late_are_news() -> None:
+    hasher = PrefixHasher(16)
+    ledger = RequestLedger(ChunkGrid(a_geometry(a_layout(full_group(16)), 32), hasher.hashes))
+    hasher.extend(range(63))
+    ledger.advance(64)
+    assert store(ledger) == [(0, 0)]
+    assert not ledger.has_news
+    hasher.extend([63])
+    assert store(ledger) == [(0, 1)]
+
+
+def test_a_chunk_in_flight_stays_so_when_a_hit_loads_it() -> None:
+    ledger = ledger_of(HYBRID, 300)
+    ledger.advance(64)
+    flight = choose_stores(ledger).chunks
+    ledger.begin(flight)
+    ledger.preempt()
+    ledger.resume(choose_load(HYBRID, lookups_with(HYBRID, 288), LoadBounds(300)))
+
+    assert ledger.num_in_flight == len(flight)
+    ledger.settle(flight)
+    assert all(ledger.progress(ref) is ChunkProgress.STORED for ref in flight)
+
+
+def test_a_refused_call_changes_nothing() -> None:
+    ledger = ledger_of(HYBRID, 200)
+    ledger.advance(64)
+    one, two = ChunkRef(FULL, 0), ChunkRef(FULL, 1)
+    ledger.begin([one])
+    with pytest.raises(ValueError, match="IN_FLIGHT"):
+        ledger.begin([two, one])
+    with pytest.raises(ValueError, match="named twice"):
+        ledger.begin([two, two])
+    with pytest.raises(ValueError, match="is OPEN"):
+        ledger.settle([one], failed=[two])
+
+    assert ledger.progress(one) is ChunkProgress.IN_FLIGHT
+    assert ledger.progress(two) is ChunkProgress.OPEN
+
+
+def test_nothing_happens_to_an_ended_request() -> None:
+    ledger = ledger_of(HYBRID, 200)
+    ledger.end()
+    with pytest.raises(ValueError, match="has ended"):
+        ledger.advance(64)
+    with pytest.raises(ValueError, match="has ended"):
+        ledger.offer_state(StateOffer(STATE, 96))
+
+
 def test_misuse_is_refused() -> None:
     ledger = ledger_of(HYBRID, 200)
     ledger.advance(64)

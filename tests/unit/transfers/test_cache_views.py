@@ -340,6 +340,37 @@ def test_encoding_tells_arrangements_apart_but_not_pools() -> None:
     assert encoding(2, BLOCKS, TOKENS, HEADS, DIM) == encoding(2, 9, TOKENS, HEADS, DIM, blocks=9)
 
 
+def test_encoding_tells_payload_orders_apart() -> None:
+    """The same shape, with keys and values of a block far apart or side by side."""
+    shape, size = (2, BLOCKS, TOKENS, HEADS, DIM), TOKENS * HEADS * DIM
+    apart: dict[str, LayerCache] = {"a": bf16(*shape)}
+    beside: dict[str, LayerCache] = {
+        "a": bf16(2 * BLOCKS * size).as_strided(shape, (size, 2 * size, HEADS * DIM, DIM, 1))
+    }
+    layout = layout_of(full("a", page=KV_PAGE))
+
+    one = CacheViews(layout, apart, BLOCKS).canonical
+    other = CacheViews(layout, beside, BLOCKS).canonical
+
+    assert len(one.groups[0].pieces) != len(other.groups[0].pieces)
+    assert one.page_encoding != other.page_encoding
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_declared_block_axis_settles_what_the_shape_leaves_open(axis: int) -> None:
+    caches: dict[str, LayerCache] = {"a": bf16(2, 2, TOKENS, HEADS, DIM)}
+    layout = layout_of(full("a", page=KV_PAGE))
+    with pytest.raises(LayoutError, match="declared block_axis"):
+        CacheViews(layout, caches, 2)
+
+    views = CacheViews(layout, caches, 2, {"a": axis})
+    views.scatter(GroupId(0), [1], torch.full((KV_PAGE,), 1, dtype=torch.uint8))
+
+    (tensor,) = parts(caches["a"])
+    assert tensor.select(axis, 1).view(torch.uint8).eq(1).all()
+    assert not tensor.select(axis, 0).any()
+
+
 def test_shared_tensor_under_a_second_name_is_accepted() -> None:
     caches = plain(BLOCKS, 2, TOKENS, HEADS, DIM)
     caches["borrows from a"] = caches["a"]

@@ -1,0 +1,154 @@
+"""How much may still be written: one count for all processes that share a directory.
+
+The counters lie in a small file and change under a lock that all processes take. A writer that
+dies between reserving and writing leaves a reservation behind; the janitor's next scan puts the
+count right. Writers are refused, never delayed: a store that does not fit is dropped.
+
+Ownership: the file belongs to everyone under its lock; `_mutex` orders this process's threads,
+because file locks are held by processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_COUNTERS: Final = struct.Struct("<qqq")
+_DAY_S: Final = 86_400
+
+
+class BudgetSpent(Exception):  # noqa: N818 - becomes TierFull at the tier's edge
+    """A write would break a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a directory may cost; None: no limit."""
+
+    quota_bytes: int | None = None
+    min_free_bytes: int = 0
+    daily_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The shared counters."""
+
+    used_bytes: int = 0
+    day: int = 0
+    written_bytes: int = 0
+    """On that day."""
+
+
+class DiskBudget:
+    """Reserves room before each write.
+
+    Args:
+        path: the counters' file; made if missing.
+        limits: this process's view of what is allowed.
+    """
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self._limits = limits
+        self._folder = path.parent
+        self._mutex = threading.Lock()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    @property
+    def limits(self) -> Limits:
+        """What is allowed."""
+        return self._limits
+
+    def usage(self) -> Usage:
+        """The counters now."""
+        with self._locked():
+            return self._load()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count bytes about to be written.
+
+        Raises:
+            BudgetSpent: says which limit they would break; nothing was counted.
+        """
+        free = self._free_bytes()
+        with self._locked():
+            usage = self._today(self._load())
+            self._check(usage, num_bytes, free)
+            self._save(
+                replace(
+                    usage,
+                    used_bytes=usage.used_bytes + num_bytes,
+                    written_bytes=usage.written_bytes + num_bytes,
+                )
+            )
+
+    def release(self, num_bytes: int) -> None:
+        """Bytes were removed, or a reserved write did not happen."""
+        with self._locked():
+            usage = self._load()
+            self._save(replace(usage, used_bytes=max(0, usage.used_bytes - num_bytes)))
+
+    def correct(self, used_bytes: int) -> None:
+        """Set the count to what a scan found."""
+        with self._locked():
+            self._save(replace(self._load(), used_bytes=used_bytes))
+
+    def excess_bytes(self, share: float) -> int:
+        """Bytes to free until no more than `share` of the limits is in use."""
+        excess = 0
+        if self._limits.quota_bytes is not None:
+            excess = self.usage().used_bytes - int(self._limits.quota_bytes * share)
+        wanted_free = int(self._limits.min_free_bytes * (2 - share))
+        return max(0, excess, wanted_free - self._free_bytes())
+
+    def close(self) -> None:
+        """Let go of the file. Does nothing on successive calls."""
+        with self._mutex:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _check(self, usage: Usage, num_bytes: int, free: int) -> None:
+        limits = self._limits
+        if limits.quota_bytes is not None and usage.used_bytes + num_bytes > limits.quota_bytes:
+            raise BudgetSpent(f"quota of {limits.quota_bytes} bytes is used up")
+        if free - num_bytes < limits.min_free_bytes:
+            raise BudgetSpent(f"less than {limits.min_free_bytes} bytes would be left free")
+        if limits.daily_bytes is not None and usage.written_bytes + num_bytes > limits.daily_bytes:
+            raise BudgetSpent(f"{limits.daily_bytes} bytes have been written today")
+
+    def _free_bytes(self) -> int:
+        state = os.statvfs(self._folder)
+        return state.f_bavail * state.f_frsize
+
+    @staticmethod
+    def _today(usage: Usage) -> Usage:
+        day = int(time.time()) // _DAY_S
+        return usage if usage.day == day else Usage(used_bytes=usage.used_bytes, day=day)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._mutex:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _load(self) -> Usage:
+        data = os.pread(self._fd, _COUNTERS.size, 0)
+        return Usage(*_COUNTERS.unpack(data)) if len(data) == _COUNTERS.size else Usage()
+
+    def _save(self, usage: Usage) -> None:
+        data = _COUNTERS.pack(usage.used_bytes, usage.day, usage.written_bytes)
+        os.pwrite(self._fd, data, 0)

@@ -1,0 +1,169 @@
+"""The one process that keeps a directory within its limits.
+
+Every process that opens a store runs a janitor; a file lock elects the one that works. It wakes
+when usage nears the limits, lists all files without reading them, and deletes what was used
+longest ago. It also removes what crashed writers left, and puts the shared count right.
+
+Ownership: the thread owns nothing that others read; `_wake` and `_stop` are events.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstrata.tiers.file_layout import chunk_files, is_abandoned, is_temporary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvstrata.tiers.disk_budget import DiskBudget
+    from kvstrata.tiers.file_layout import StoreDirectory
+
+_log = logging.getLogger(__name__)
+
+HIGH_SHARE: Final = 0.95
+"""Eviction starts when this share of a limit is in use."""
+LOW_SHARE: Final = 0.90
+"""Eviction stops at this share."""
+_PAUSE_S: Final = 0.5
+_STALE_S: Final = 3600
+"""A temporary file this old was left behind by another host's writer."""
+
+
+class StoredFile(NamedTuple):
+    """One file; sorted by last use."""
+
+    used_ns: int
+    size: int
+    path: str
+    name: str
+
+
+class Janitor:
+    """Keeps a directory within its limits, in the background.
+
+    Args:
+        directory: the store.
+        budget: its shared counters and limits.
+    """
+
+    def __init__(self, directory: StoreDirectory, budget: DiskBudget) -> None:
+        self._directory = directory
+        self._budget = budget
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstrata-janitor", daemon=True)
+        self._thread.start()
+
+    def wake_if_needed(self) -> None:
+        """Let the janitor look now if usage is high. Never blocks for long."""
+        if self._budget.excess_bytes(HIGH_SHARE):
+            self._wake.set()
+
+    def close(self) -> None:
+        """Stop the thread. Does nothing on successive calls."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        fd = os.open(self._directory.janitor_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if self._is_elected(fd):
+                self._guarded(self._start)
+            while not self._stop.is_set():
+                if self._budget.excess_bytes(HIGH_SHARE):
+                    self._guarded(self._evict)
+                self._wake.wait(_PAUSE_S)
+                self._wake.clear()
+        finally:
+            os.close(fd)
+
+    def _is_elected(self, fd: int) -> bool:
+        """Wait to be the one; nobody is told, the lock is freed with its holder."""
+        while not self._stop.is_set():
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._stop.wait(_PAUSE_S)
+            else:
+                return True
+        return False
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A fault of the file system ends one round, not the janitor."""
+        try:
+            work()
+        except OSError as error:
+            _log.warning("janitor of %s: %s", self._directory.root, error)
+            self._stop.wait(_PAUSE_S)
+
+    def _start(self) -> None:
+        self._budget.correct(collect(self._directory))
+
+    def _evict(self) -> None:
+        evict(self._directory, self._budget, LOW_SHARE)
+
+
+def collect(directory: StoreDirectory) -> int:
+    """Remove what crashed writers left; return the bytes of what remains."""
+    total = 0
+    for file in stored_files(directory):
+        if is_temporary(file.name) and _is_leftover(file):
+            _unlink(file.path)
+        else:
+            total += file.size
+    return total
+
+
+def evict(directory: StoreDirectory, budget: DiskBudget, share: float) -> int:
+    """Delete what was used longest ago until `share` of the limits is kept; return the count.
+
+    Quarantined files go first. Counts what is there on the way, so the shared count is right
+    afterwards whatever crashed writers left in it.
+    """
+    files = sorted(stored_files(directory))
+    quarantined = [f for f in files if f.path.startswith(str(directory.quarantine))]
+    budget.correct(sum(file.size for file in files))
+    excess = budget.excess_bytes(share)
+    count = 0
+    for file in [*quarantined, *files]:
+        if excess <= 0:
+            break
+        if not is_temporary(file.name) and _unlink(file.path):
+            budget.release(file.size)
+            excess -= file.size
+            count += 1
+    return count
+
+
+def stored_files(directory: StoreDirectory) -> Iterator[StoredFile]:
+    """Every file of the namespaces that are ours, and of the quarantine, with size and last use."""
+    owner = os.geteuid()
+    ours = [f for f in sorted(directory.namespaces.iterdir()) if f.stat().st_uid == owner]
+    entries = (chunk_files(folder) for folder in ours)
+    for entry in itertools.chain(os.scandir(directory.quarantine), *entries):
+        try:
+            state = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue  # evicted or renamed meanwhile
+        yield StoredFile(state.st_atime_ns, state.st_size, entry.path, entry.name)
+
+
+def _is_leftover(file: StoredFile) -> bool:
+    return is_abandoned(file.name) or time.time_ns() - file.used_ns > _STALE_S * 10**9
+
+
+def _unlink(path: str) -> bool:
+    try:
+        Path(path).unlink()
+    except FileNotFoundError:
+        return False
+    return True
