@@ -41,7 +41,7 @@ class HostConfig(_Section, frozen=True, kw_only=True):
     capacity: Annotated[ByteSize, Meta(description="Size of each rank's arena.")] = size("4GiB")
     eviction: Annotated[
         EvictionName, Meta(description="Which chunks leave first when the arena is full.")
-    ] = "s3fifo"
+    ] = "arc"
 
 
 class FilesystemTierConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="filesystem"):

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from kvstrata.core.spans import ceil_to
 from kvstrata.tiers.chunk_format import (
@@ -39,32 +39,62 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _scratch: Final = threading.local()
 
 
-def write_chunk(
-    path: Path,
-    chunk: ChunkBuffer,
-    owner: tuple[Namespace, Rank],
-    *,
-    durability: Durability,
-    direct: bool,
-) -> None:
-    """Write a chunk so that its name only ever leads to the whole of it.
+class NewChunkFile:
+    """A chunk's file while it is written: its name leads to the whole of it or to nothing.
+
+    From the start the temporary file has its final size, so that whoever counts files while it is
+    written counts it in full. Leaving the context without `publish` removes it.
+
+    Args:
+        path: where the chunk will be found.
+        chunk: what is written.
+        direct: whether to go past the page cache, if the parts allow it.
 
     Raises:
-        OSError: as the file system says; no temporary file is left.
+        OSError: as the file system says.
     """
-    header = _header_page()
-    header[:] = make_header(chunk.label, *owner, chunk.payload())
-    temporary = temporary_path(path.parent)
-    try:
-        _write_file(temporary, [memoryview(header), *_whole_pages(chunk)], chunk, direct=direct)
+
+    def __init__(self, path: Path, chunk: ChunkBuffer, *, direct: bool) -> None:
+        self._path = path
+        self._chunk = chunk
+        self._direct = direct and _is_aligned(chunk)
+        self._size = HEADER_BYTES + chunk.label.payload_bytes
+        self._temporary = temporary_path(path.parent)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        self._fd = os.open(self._temporary, flags | (_DIRECT if self._direct else 0), 0o600)
+
+    def __enter__(self) -> Self:
+        os.ftruncate(self._fd, self._size)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+        self._temporary.unlink(missing_ok=True)
+
+    def fill(self, namespace: Namespace, rank: Rank) -> None:
+        """Write header and payload.
+
+        Raises:
+            OSError: as the file system says.
+        """
+        chunk, header = self._chunk, _header_page()
+        header[:] = make_header(chunk.label, namespace, rank, chunk.payload())
+        payload = _whole_pages(chunk) if self._direct else chunk.payload()
+        _write_fully(self._fd, [memoryview(header), *payload])
+        if self._direct:
+            os.ftruncate(self._fd, self._size)
+
+    def publish(self, durability: Durability) -> None:
+        """Give the file its name, after syncing as much as asked for.
+
+        Raises:
+            OSError: as the file system says.
+        """
         if durability != "none":
-            _sync(temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if durability == "full":
-        _sync(path.parent)
+            os.fdatasync(self._fd)
+        self._temporary.replace(self._path)
+        if durability == "full":
+            _sync_folder(self._path.parent)
 
 
 def read_chunk(
@@ -110,21 +140,6 @@ def takes_direct_io(folder: Path) -> bool:
     finally:
         os.close(fd)
         path.unlink(missing_ok=True)
-
-
-def _write_file(path: Path, views: list[memoryview], chunk: ChunkBuffer, *, direct: bool) -> None:
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-    direct = direct and _is_aligned(chunk)
-    fd = os.open(path, flags | (_DIRECT if direct else 0), 0o600)
-    try:
-        end = HEADER_BYTES + chunk.label.payload_bytes
-        if not direct:
-            views = [views[0], *chunk.payload()]
-        _write_fully(fd, views)
-        if direct and end % PAGE_BYTES:
-            os.ftruncate(fd, end)
-    finally:
-        os.close(fd)
 
 
 def _write_fully(fd: int, views: Sequence[memoryview]) -> None:
@@ -197,7 +212,7 @@ def _note_use(fd: int) -> None:
     os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
 
 
-def _sync(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

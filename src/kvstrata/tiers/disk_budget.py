@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from kvstrata.config.units import ByteSize
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -98,10 +100,16 @@ class DiskBudget:
             usage = self._load()
             self._save(replace(usage, used_bytes=max(0, usage.used_bytes - num_bytes)))
 
-    def correct(self, used_bytes: int) -> None:
-        """Set the count to what a scan found."""
+    def correct(self, found_bytes: int, before: Usage) -> None:
+        """Set the count to what a scan found, plus what was reserved since it began.
+
+        What is in flight while a scan runs may be counted once too often until the next scan,
+        never left out: except for at most one chunk per writer that had reserved and not begun.
+        """
         with self._locked():
-            self._save(replace(self._load(), used_bytes=used_bytes))
+            usage = self._load()
+            since = usage.used_bytes - before.used_bytes
+            self._save(replace(usage, used_bytes=max(0, found_bytes + since)))
 
     def excess_bytes(self, share: float) -> int:
         """Bytes to free until no more than `share` of the limits is in use."""
@@ -121,11 +129,11 @@ class DiskBudget:
     def _check(self, usage: Usage, num_bytes: int, free: int) -> None:
         limits = self._limits
         if limits.quota_bytes is not None and usage.used_bytes + num_bytes > limits.quota_bytes:
-            raise BudgetSpent(f"quota of {limits.quota_bytes} bytes is used up")
+            raise BudgetSpent(f"the quota of {ByteSize(limits.quota_bytes)} is used up")
         if free - num_bytes < limits.min_free_bytes:
-            raise BudgetSpent(f"less than {limits.min_free_bytes} bytes would be left free")
+            raise BudgetSpent(f"less than {ByteSize(limits.min_free_bytes)} would be left free")
         if limits.daily_bytes is not None and usage.written_bytes + num_bytes > limits.daily_bytes:
-            raise BudgetSpent(f"{limits.daily_bytes} bytes have been written today")
+            raise BudgetSpent(f"{ByteSize(limits.daily_bytes)} have been written today")
 
     def _free_bytes(self) -> int:
         state = os.statvfs(self._folder)

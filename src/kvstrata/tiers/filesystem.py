@@ -17,7 +17,7 @@ from kvstrata.errors import (
     TierTimeout,
     TierUnavailable,
 )
-from kvstrata.tiers.chunk_file import read_chunk, takes_direct_io, write_chunk
+from kvstrata.tiers.chunk_file import NewChunkFile, read_chunk, takes_direct_io
 from kvstrata.tiers.chunk_format import HEADER_BYTES, BadChunk
 from kvstrata.tiers.disk_budget import BudgetSpent, DiskBudget, Limits
 from kvstrata.tiers.file_layout import StoreDirectory, file_name
@@ -131,19 +131,19 @@ class FilesystemStore:
         path, size = self._path(chunk.label.key), HEADER_BYTES + chunk.label.payload_bytes
         if _is_there(path, size):
             return
-        self._budget.reserve(size)
-        self._janitor.wake_if_needed()
         try:
-            write_chunk(
-                path,
-                chunk,
-                (self._namespace, self._rank),
-                durability=self._durability,
-                direct=self._direct,
-            )
+            with NewChunkFile(path, chunk, direct=self._direct) as file:
+                self._budget.reserve(size)  # behind the file: a scan sees it or the reservation
+                self._fill(file, size)
         except FileNotFoundError as error:  # the folder went away: a fault, not a miss
-            self._budget.release(size)
             raise TierUnavailable(self.name, str(error.strerror), [chunk.label.key]) from error
+        finally:
+            self._janitor.wake_if_needed()
+
+    def _fill(self, file: NewChunkFile, size: int) -> None:
+        try:
+            file.fill(self._namespace, self._rank)
+            file.publish(self._durability)
         except OSError:
             self._budget.release(size)
             raise

@@ -106,7 +106,8 @@ class Janitor:
             self._stop.wait(_PAUSE_S)
 
     def _start(self) -> None:
-        self._budget.correct(collect(self._directory))
+        before = self._budget.usage()
+        self._budget.correct(collect(self._directory), before)
 
     def _evict(self) -> None:
         evict(self._directory, self._budget, LOW_SHARE)
@@ -129,9 +130,10 @@ def evict(directory: StoreDirectory, budget: DiskBudget, share: float) -> int:
     Quarantined files go first. Counts what is there on the way, so the shared count is right
     afterwards whatever crashed writers left in it.
     """
+    before = budget.usage()
     files = sorted(stored_files(directory))
     quarantined = [f for f in files if f.path.startswith(str(directory.quarantine))]
-    budget.correct(sum(file.size for file in files))
+    budget.correct(sum(file.size for file in files), before)
     excess = budget.excess_bytes(share)
     count = 0
     for file in [*quarantined, *files]:

@@ -1,18 +1,27 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstrata.config.schema import FilesystemTierConfig
+from kvstrata.config.units import ByteSize
+from kvstrata.core.chunk_label import ChunkBuffer, Namespace, Rank
+from kvstrata.errors import ChunkCorrupt, ConfigError, TierFull, TierUnavailable
+from kvstrata.testing.chunks import a_label, a_namespace, content, empty, filled, within
 from kvstrata.testing.tier_contract import TierContract
+from kvstrata.tiers.disk_budget import DiskBudget, Limits
+from kvstrata.tiers.file_layout import StoreDirectory, temporary_path
 from kvstrata.tiers.filesystem import FilesystemStore
+from kvstrata.tiers.janitor import evict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvstrata.core.chunk_label import Namespace, Rank
     from kvstrata.core.ids import ChunkKey
 
 
@@ -43,3 +52,183 @@ def medium(tmp_path: Path) -> Iterator[Directory]:
 
 class TestFilesystemStore(TierContract):
     """The contract, on real files."""
+
+
+def make(path: Path, **settings: Any) -> FilesystemStore:  # noqa: ANN401 - any setting
+    config = FilesystemTierConfig(path=str(path), **settings)
+    return FilesystemStore(config, a_namespace(), Rank())
+
+
+def sizes(path: Path) -> int:
+    return sum(f.stat().st_size for f in path.glob("namespaces/*/*/*"))
+
+
+@pytest.mark.parametrize("durability", ["none", "data", "full"])
+def test_every_durability_keeps_the_bytes(tmp_path: Path, durability: str) -> None:
+    store = make(tmp_path / "store", durability=durability)
+    label = a_label(1, payload_bytes=100_001)
+    assert store.write([filled(label)], within(10)).done == {label.key}
+
+    buffer = empty(label)
+    assert store.read([buffer], within(10)).done == {label.key}
+    assert content(buffer) == content(filled(label))
+    store.close()
+
+
+def test_parts_that_lie_on_no_page_are_moved_all_the_same(tmp_path: Path) -> None:
+    store = make(tmp_path / "store")
+    label = a_label(1, payload_bytes=9_000)
+    memory = memoryview(bytearray(9_001))
+    odd = ChunkBuffer(label, (memory[1:5_000], memory[5_000:]))
+    memory[1:] = content(filled(label))
+
+    assert store.write([odd], within(10)).done == {label.key}
+    memory[:] = bytes(9_001)
+    assert store.read([odd], within(10)).done == {label.key}
+    assert bytes(memory[1:]) == content(filled(label))
+    store.close()
+
+
+def test_folders_are_private_and_nothing_temporary_remains(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "store"
+    store = make(path)
+    store.write([filled(a_label(n)) for n in range(5)], within(10))
+
+    folders = [path, *(p for p in path.rglob("*") if p.is_dir())]
+    assert {oct(p.stat().st_mode & 0o777) for p in folders} == {"0o700"}
+    assert not list(path.rglob("*.tmp"))
+    store.close()
+
+
+def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.doc").write_text("mine")
+
+    with pytest.raises(ConfigError, match="holds files that are no kvstrata store"):
+        make(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.doc"]
+
+
+def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store.json").write_text('{"kvstrata": 99}')
+
+    with pytest.raises(ConfigError, match="a store of another format"):
+        make(tmp_path)
+
+
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match="cannot be used"):
+        make(tmp_path / "file" / "store")
+
+
+def test_a_corrupt_chunk_goes_into_quarantine_once(tmp_path: Path) -> None:
+    store = make(tmp_path / "store")
+    label = a_label(1)
+    store.write([filled(label)], within(10))
+    Directory(tmp_path / "store").damage(label.key, lambda raw: raw[:-1])
+
+    assert isinstance(store.read([empty(label)], within(10)).failed[label.key], ChunkCorrupt)
+    assert store.read([empty(label)], within(10)).absent == {label.key}
+    assert len(list((tmp_path / "store" / "quarantine").iterdir())) == 1
+    store.close()
+
+
+def test_a_full_store_refuses_and_then_makes_room(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    quota = 20 * (4096 + 10_000)
+    store = make(path, quota=ByteSize(quota), min_free=ByteSize(0), durability="none")
+    refused = 0
+    for number in range(200):
+        outcome = store.write([filled(a_label(number))], within(10))
+        refused += len(outcome.failed)
+        assert all(isinstance(error, TierFull) for error in outcome.failed.values())
+        assert sizes(path) <= quota + 4096 + 10_000, "one chunk per writer"
+        if outcome.failed:
+            wait_until(lambda: sizes(path) <= quota * 0.9)
+
+    assert 0 < refused < 200
+    newest = a_label(199)
+    assert store.write([filled(newest)], within(10)).done == {newest.key}
+    store.close()
+
+
+def test_what_was_used_last_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = make(path, min_free=ByteSize(0), durability="none")
+    labels = [a_label(n) for n in range(20)]
+    store.write([filled(label) for label in labels], within(10))
+    store.read([empty(label) for label in labels[:5]], within(10))
+    directory = StoreDirectory(path)
+    budget = DiskBudget(directory.usage, Limits(quota_bytes=10 * (4096 + 10_000)))
+
+    assert evict(directory, budget, 1.0) == 10
+    kept = store.find([label.key for label in labels], within(10)).done
+    assert {label.key for label in labels[:5]} <= kept
+    assert kept == {label.key for label in [*labels[:5], *labels[15:]]}
+    store.close()
+
+
+def test_leftovers_of_dead_writers_are_collected_and_the_count_put_right(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = make(path, durability="none")
+    store.write([filled(a_label(1))], within(10))
+    store.close()
+    folder = next(path.glob("namespaces/*/*"))
+    mine = temporary_path(folder)
+    dead = folder / mine.name.replace(f"-{os.getpid()}-", "-999999999-")
+    for leftover in (mine, dead):
+        leftover.write_bytes(bytes(1000))
+    DiskBudget(path / "usage", Limits()).reserve(10**9)
+
+    second = make(path)
+    budget = DiskBudget(path / "usage", Limits())
+    wait_until(lambda: budget.usage().used_bytes == 4096 + 10_000 + 1000)
+
+    assert mine.exists(), "its writer is alive"
+    assert not dead.exists()
+    second.close()
+
+
+def test_files_of_another_owner_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = make(path, durability="none")
+    store.write([filled(a_label(n)) for n in range(5)], within(10))
+    (namespace,) = (path / "namespaces").iterdir()
+    os.chown(namespace, 12345, 12345)
+    directory = StoreDirectory(path)
+
+    assert evict(directory, DiskBudget(directory.usage, Limits(quota_bytes=1)), 1.0) == 0
+    assert len(list(namespace.glob("*/*"))) == 5
+    store.close()
+
+
+def test_one_janitor_is_elected_and_another_takes_over(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    settings: dict[str, Any] = {"quota": ByteSize(10**9), "durability": "none"}
+    first, second = make(path, **settings), make(path, **settings)
+    store = make(path, quota=ByteSize(29_000), min_free=ByteSize(0), durability="none")
+    store.write([filled(a_label(1)), filled(a_label(2))], within(10))
+    first.close()
+    second.close()
+
+    wait_until(lambda: sizes(path) <= 27_000)
+    store.close()
+
+
+def test_a_missing_folder_is_a_fault_not_a_miss(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", durability="none")
+    label = a_label(1)
+    shutil.rmtree(tmp_path / "store" / "namespaces")
+
+    outcome = store.write([filled(label)], within(10))
+
+    assert isinstance(outcome.failed[label.key], TierUnavailable)
+    store.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
