@@ -1,0 +1,111 @@
+"""One rank's host memory for chunks: bytes, nothing else.
+
+A mapping of its own, or a named one in shared memory when two processes need the same bytes. Huge
+pages are asked for where the system has them; where there is a GPU the mapping is pinned, so that
+copies to it run at full speed without a staging buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from typing import TYPE_CHECKING, Final
+
+from kvstrata.core.chunk_label import ChunkBuffer
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.room import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstrata.core.chunk_label import ChunkLabel
+    from kvstrata.tiers.room import Extent
+
+_HUGE_PAGE: Final = getattr(mmap, "MADV_HUGEPAGE", None)
+_SHARED_FOLDER: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory lies on Linux
+
+
+class HostArena:
+    """Memory for chunks, addressed by extents.
+
+    Args:
+        capacity_bytes: rounded down to whole pages.
+        shared_name: a name under which other processes find the same memory; None: private.
+
+    Raises:
+        ConfigError: there is not so much memory.
+    """
+
+    def __init__(self, capacity_bytes: int, shared_name: str | None = None) -> None:
+        self.num_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES
+        self._shared_path = shared_name and f"{_SHARED_FOLDER}/{shared_name}"
+        self._is_pinned = False
+        try:
+            self._memory = self._map()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "host.capacity", f"{capacity_bytes} bytes cannot be had: {error}", "less"
+            ) from error
+        if _HUGE_PAGE is not None:
+            with contextlib.suppress(OSError):  # a kernel without them is no fault
+                self._memory.madvise(_HUGE_PAGE)
+        self._view = memoryview(self._memory)
+
+    def parts(self, extents: Iterable[Extent]) -> tuple[memoryview, ...]:
+        """The memory of some extents."""
+        return tuple(self._view[e.offset : e.offset + e.num_bytes] for e in extents)
+
+    def buffer(self, label: ChunkLabel, extents: Iterable[Extent]) -> ChunkBuffer:
+        """A chunk with its memory."""
+        return ChunkBuffer(label, self.parts(extents))
+
+    def pin(self) -> bool:
+        """Register the memory with the GPU driver; whether there is one. Idempotent."""
+        if not self._is_pinned:
+            self._is_pinned = _register(self._view)
+        return self._is_pinned
+
+    def close(self) -> None:
+        """Give the memory back, and its name. Does nothing on successive calls.
+
+        Raises:
+            BufferError: somebody still holds a part of it.
+        """
+        if self._is_pinned:
+            _unregister(self._view)
+            self._is_pinned = False
+        self._view.release()
+        self._memory.close()
+        if self._shared_path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._shared_path)  # noqa: PTH108
+            self._shared_path = None
+
+    def _map(self) -> mmap.mmap:
+        if not self._shared_path:
+            return mmap.mmap(-1, self.num_bytes)
+        fd = os.open(self._shared_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, self.num_bytes)  # now, not as a bus error later
+            return mmap.mmap(fd, self.num_bytes)
+        except OSError:
+            os.unlink(self._shared_path)  # noqa: PTH108
+            raise
+        finally:
+            os.close(fd)
+
+
+def _register(view: memoryview) -> bool:
+    import torch  # noqa: PLC0415 - only a rank with a GPU gets here
+
+    if not torch.cuda.is_available():
+        return False
+    memory = torch.frombuffer(view, dtype=torch.uint8)
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+
+
+def _unregister(view: memoryview) -> None:
+    import torch  # noqa: PLC0415
+
+    torch.cuda.cudart().cudaHostUnregister(torch.frombuffer(view, dtype=torch.uint8).data_ptr())

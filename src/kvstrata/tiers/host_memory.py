@@ -1,0 +1,183 @@
+"""Host memory as a tier, on the scheduler side: which chunk rests where, who holds it, who leaves.
+
+Bytes are with the ranks; this is the index of their arenas, which are all alike. A chunk is
+ARRIVING from the reservation of its room until every rank has its bytes, then READY. What is
+leased does not leave.
+
+Ownership: every field belongs to the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstrata.core.lookups import ChunkLookup, LookupCodes
+from kvstrata.tiers.room import PAGE_BYTES, Extent, Room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvstrata.core.ids import ChunkKey
+    from kvstrata.interfaces import EvictionPolicy
+
+
+@dataclass(slots=True)
+class _Resident:
+    """One chunk in the arenas."""
+
+    extents: tuple[Extent, ...]
+    num_bytes: int
+    is_ready: bool = False
+    num_leases: int = 0
+
+
+class Reservation(NamedTuple):
+    """What a request for room led to."""
+
+    granted: dict[ChunkKey, tuple[Extent, ...]]
+    """New room, to be filled and then settled."""
+    known: frozenset[ChunkKey]
+    """There already, or on the way: nothing to do."""
+    refused: frozenset[ChunkKey]
+    """No room could be made: everything else is leased, arriving, or asked for here."""
+    evicted: tuple[ChunkKey, ...]
+    """What left to make room."""
+
+
+class HostMemoryIndex:
+    """The index of all ranks' arenas.
+
+    Args:
+        capacity_bytes: of each arena.
+        policy: who leaves first.
+    """
+
+    def __init__(self, capacity_bytes: int, policy: EvictionPolicy) -> None:
+        self._room = Room(capacity_bytes)
+        self._policy = policy
+        self._residents: dict[ChunkKey, _Resident] = {}
+        self._codes: dict[ChunkKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    @property
+    def free_bytes(self) -> int:
+        """Room that nobody has."""
+        return self._room.free_pages * PAGE_BYTES
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> LookupCodes:
+        """READY, ARRIVING or ABSENT for each key. Never blocks. Changes nothing."""
+        get = self._codes.get
+        return LookupCodes(bytes([get(key, 0) for key in keys]))
+
+    def extents(self, key: ChunkKey) -> tuple[Extent, ...]:
+        """Where a chunk rests.
+
+        Raises:
+            KeyError: it does not.
+        """
+        return self._residents[key].extents
+
+    def reserve(self, keys: Sequence[ChunkKey], sizes: Sequence[int]) -> Reservation:
+        """Take room for chunks, in the order of their tokens, evicting others for it.
+
+        Stops at the first chunk that finds no room: a suffix is no use without its prefix.
+        """
+        granted: dict[ChunkKey, tuple[Extent, ...]] = {}
+        evicted: list[ChunkKey] = []
+        known = frozenset(key for key in keys if key in self._residents)
+        for key, size in zip(keys, sizes, strict=True):
+            if key in known:
+                continue
+            extents = self._make_room(size, evicted, keep=known)
+            if extents is None:
+                break
+            granted[key] = extents
+            self._residents[key] = _Resident(extents, size)
+            self._codes[key] = ChunkLookup.ARRIVING
+        refused = frozenset(key for key in keys if key not in known and key not in granted)
+        return Reservation(granted, known, refused, tuple(evicted))
+
+    def settle(self, stored: Iterable[ChunkKey], failed: Iterable[ChunkKey] = ()) -> None:
+        """Reserved chunks have arrived on every rank, or will not: then their room is free again.
+
+        Raises:
+            KeyError: a chunk was not reserved.
+        """
+        arrived = list(stored)
+        for key in arrived:
+            self._residents[key].is_ready = True
+            self._codes[key] = ChunkLookup.READY
+        self._policy.insert(arrived, [self._residents[key].num_bytes for key in arrived])
+        for key in failed:
+            self._drop(key)
+
+    def lease(self, keys: Sequence[ChunkKey]) -> None:
+        """Hold READY chunks against eviction, and note their use.
+
+        Raises:
+            KeyError: a chunk is not READY; none is held then.
+        """
+        for key in keys:
+            if self._codes.get(key) != ChunkLookup.READY:
+                raise KeyError(key)
+        for key in keys:
+            self._residents[key].num_leases += 1
+        self._policy.touch(keys)
+
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        """End leases."""
+        for key in keys:
+            resident = self._residents[key]
+            assert resident.num_leases > 0, key
+            resident.num_leases -= 1
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Note a use of a whole chain, in the order of its tokens: prefixes stay longest."""
+        self._policy.touch(keys)
+
+    def remove(self, keys: Iterable[ChunkKey]) -> tuple[ChunkKey, ...]:
+        """Drop READY chunks that nobody holds; returns those dropped."""
+        dropped = [key for key in keys if key in self._residents and self._may_leave(key)]
+        self._policy.remove(dropped)
+        for key in dropped:
+            self._drop(key)
+        return tuple(dropped)
+
+    def check_invariants(self) -> None:
+        """Assert that room, residents and codes agree. For tests and idle moments."""
+        self._room.check_invariants()
+        taken = sorted(e for resident in self._residents.values() for e in resident.extents)
+        for before, after in itertools.pairwise(taken):
+            assert before.first_page + before.num_pages <= after.first_page, (before, after)
+        pages = sum(extent.num_pages for extent in taken)
+        assert pages + self._room.free_pages == self._room.num_pages
+        assert self._codes.keys() == self._residents.keys()
+        for key, resident in self._residents.items():
+            expected = ChunkLookup.READY if resident.is_ready else ChunkLookup.ARRIVING
+            assert self._codes[key] == expected
+            assert resident.is_ready or not resident.num_leases
+
+    def _make_room(
+        self, num_bytes: int, evicted: list[ChunkKey], *, keep: frozenset[ChunkKey]
+    ) -> tuple[Extent, ...] | None:
+        if num_bytes > self._room.num_pages * PAGE_BYTES:
+            return None
+        while (extents := self._room.take(num_bytes)) is None:
+            victim = self._policy.evict(lambda key: key not in keep and self._may_leave(key))
+            if victim is None:
+                return None
+            self._drop(victim)
+            evicted.append(victim)
+        return extents
+
+    def _may_leave(self, key: ChunkKey) -> bool:
+        resident = self._residents[key]
+        return resident.is_ready and not resident.num_leases
+
+    def _drop(self, key: ChunkKey) -> None:
+        self._room.give_back(self._residents.pop(key).extents)
+        del self._codes[key]
