@@ -23,6 +23,10 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
   debian_package python3-venv
 fi
 
+# Servers that the tests start.
+command -v redis-server >/dev/null || debian_package redis-server
+command -v openssl >/dev/null || debian_package openssl
+
 if [ ! -x .venv/bin/python ]; then
   say "making the virtual environment .venv"
   "$python" -m venv .venv
