@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -20,4 +21,4 @@ def errors() -> Console:
 
 def print_json(data: dict[str, Any]) -> None:
     """Print one object, and nothing else, for programs."""
-    results().print(json.dumps(data, indent=2), markup=False, soft_wrap=True)
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")

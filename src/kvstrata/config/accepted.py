@@ -12,6 +12,7 @@ _PLAIN = {
     inspect.NoneType: "null",
     inspect.VarTupleType: "a list",
     inspect.StructType: "a mapping",
+    inspect.DictType: "a mapping",
 }
 
 

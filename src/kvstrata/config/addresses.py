@@ -10,6 +10,13 @@ _USER: Final = re.compile(r"(?<=://)[^?#]*@")
 _QUERY: Final = re.compile(r"(?<=\?)[^#'\"\s]+")
 
 
+def shown(value: object) -> str:
+    """A setting's value for people: free-form options by name alone, addresses without secrets."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: ***" for key in value) + "}"
+    return without_credentials(str(value))
+
+
 def without_credentials(text: str) -> str:
     """The text with user, password and query of an address replaced by stars."""
     if "://" not in text:

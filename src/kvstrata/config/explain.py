@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect
 
 from kvstrata.config.accepted import accepted, description
-from kvstrata.config.addresses import without_credentials
+from kvstrata.config.addresses import shown
 from kvstrata.config.schema import Config
 from kvstrata.config.units import ByteSize, Duration
 
@@ -73,7 +73,7 @@ def _shown(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if value == ():
         return "[]"
-    return without_credentials(str(value))
+    return shown(value)
 
 
 def json_schema() -> dict[str, Any]:
@@ -82,11 +82,11 @@ def json_schema() -> dict[str, Any]:
     for section in _sections(inspect.type_info(Config)):
         properties = schema["$defs"][section.cls.__name__]["properties"]
         for field in section.fields:
-            if (
-                field.default_factory is not msgspec.NODEFAULT
-                and "$ref" not in properties[field.name]
-            ):
-                properties[field.name]["default"] = str(field.default_factory())
+            if field.default_factory is msgspec.NODEFAULT:
+                continue
+            default = field.default_factory()
+            if isinstance(default, ByteSize | Duration):
+                properties[field.name]["default"] = str(default)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

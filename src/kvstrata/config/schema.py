@@ -5,12 +5,12 @@ The descriptions below are what `kvstrata config explain` and `kvstrata config s
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.addresses import without_credentials
+from kvstrata.config.addresses import shown
 from kvstrata.config.units import ByteSize, Duration, duration, size
 
 EvictionName: TypeAlias = Literal["lru", "s3fifo", "arc"]
@@ -31,8 +31,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         values = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        shown = ", ".join(f"{name}={without_credentials(repr(value))}" for name, value in values)
-        return f"{type(self).__name__}({shown})"
+        return f"{type(self).__name__}({', '.join(f'{n}={shown(v)}' for n, v in values)})"
 
 
 class HostConfig(_Section, frozen=True, kw_only=True):
@@ -112,7 +111,27 @@ class ValkeyTierConfig(_Section, frozen=True, kw_only=True, tag_field="kind", ta
     required: Required = True
 
 
-TierConfig: TypeAlias = FilesystemTierConfig | ObjectStoreTierConfig | ValkeyTierConfig
+class CustomTierConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="custom"):
+    """A tier written elsewhere."""
+
+    store: Annotated[
+        str,
+        Meta(
+            pattern=r"^[\w.]+:\w+$",
+            description="Its class, as in package.module:Class.",
+        ),
+    ]
+    options: Annotated[
+        dict[str, Any], Meta(description="Settings of its own, which it checks itself.")
+    ] = msgspec.field(default_factory=dict)
+    weight: Weight = 1.0
+    name: TierName = None
+    required: Required = True
+
+
+TierConfig: TypeAlias = (
+    FilesystemTierConfig | ObjectStoreTierConfig | ValkeyTierConfig | CustomTierConfig
+)
 
 
 def tier_name(tier: TierConfig) -> str:

@@ -111,6 +111,15 @@ class DiskBudget:
             since = usage.used_bytes - before.used_bytes
             self._save(replace(usage, used_bytes=max(0, found_bytes + since)))
 
+    def correct_if_quiet(self, found_bytes: int, before: Usage) -> bool:
+        """Set the count to what a scan found, unless somebody wrote meanwhile; whether it was."""
+        with self._locked():
+            usage = self._load()
+            is_quiet = usage.used_bytes == before.used_bytes
+            if is_quiet:
+                self._save(replace(usage, used_bytes=found_bytes))
+            return is_quiet
+
     def excess_bytes(self, share: float) -> int:
         """Bytes to free until no more than `share` of the limits is in use."""
         excess = 0

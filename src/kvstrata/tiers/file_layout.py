@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 _FAN_OUT: Final = 2
 _TEMPORARY: Final = ".tmp"
+_STALE_S: Final = 3600
+"""A temporary file this old was left behind by another host's writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,12 @@ def temporary_path(folder: Path) -> Path:
     return folder / f".{_HOST}-{os.getpid()}-{next(_counter)}{_TEMPORARY}"
 
 
-def is_abandoned(name: str) -> bool:
+def is_leftover(name: str, used_ns: int) -> bool:
+    """Whether a temporary file's writer is gone, or must be by now."""
+    return _is_abandoned(name) or time.time_ns() - used_ns > _STALE_S * 10**9
+
+
+def _is_abandoned(name: str) -> bool:
     """Whether a temporary file's writer ran on this host and is gone."""
     host, _, rest = name.removeprefix(".").partition("-")
     pid = rest.partition("-")[0]

@@ -58,7 +58,7 @@ class FilesystemStore:
         self._directory.prepare()
         self._folder = self._directory.namespace(namespace.fingerprint)
         self._make_folders()
-        self._direct = takes_direct_io(self._folder)
+        self._direct = takes_direct_io(self._folder / "00")  # where leftovers are collected
         limits = Limits(config.quota, config.min_free, config.daily_writes)
         self._budget = DiskBudget(self._directory.usage, limits)
         self._janitor = Janitor(self._directory, self._budget)

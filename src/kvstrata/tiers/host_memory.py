@@ -64,6 +64,11 @@ class HostMemoryIndex:
         return len(self._residents)
 
     @property
+    def num_arriving(self) -> int:
+        """Chunks with room and without their bytes."""
+        return sum(not resident.is_ready for resident in self._residents.values())
+
+    @property
     def free_bytes(self) -> int:
         """Room that nobody has."""
         return self._room.free_pages * PAGE_BYTES
@@ -115,6 +120,14 @@ class HostMemoryIndex:
         for key in failed:
             self._drop(key)
 
+    def abandon(self, keys: Iterable[ChunkKey]) -> None:
+        """Reserved chunks will not arrive, but their memory may still be written to.
+
+        They count as FAILED, and their room stays taken, until `settle` ends them.
+        """
+        for key in keys:
+            self._codes[key] = ChunkLookup.FAILED
+
     def lease(self, keys: Sequence[ChunkKey]) -> None:
         """Hold READY chunks against eviction, and note their use.
 
@@ -157,8 +170,9 @@ class HostMemoryIndex:
         assert pages + self._room.free_pages == self._room.num_pages
         assert self._codes.keys() == self._residents.keys()
         for key, resident in self._residents.items():
-            expected = ChunkLookup.READY if resident.is_ready else ChunkLookup.ARRIVING
-            assert self._codes[key] == expected
+            on_the_way = (ChunkLookup.ARRIVING, ChunkLookup.FAILED)
+            expected = (ChunkLookup.READY,) if resident.is_ready else on_the_way
+            assert self._codes[key] in expected
             assert resident.is_ready or not resident.num_leases
 
     def _make_room(

@@ -13,12 +13,13 @@ import fcntl
 import itertools
 import logging
 import os
+import stat
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstrata.tiers.file_layout import chunk_files, is_abandoned, is_temporary
+from kvstrata.tiers.file_layout import chunk_files, is_leftover, is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,8 +34,7 @@ HIGH_SHARE: Final = 0.95
 LOW_SHARE: Final = 0.90
 """Eviction stops at this share."""
 _PAUSE_S: Final = 0.5
-_STALE_S: Final = 3600
-"""A temporary file this old was left behind by another host's writer."""
+_LONGEST_PAUSE_S: Final = 60.0
 
 
 class StoredFile(NamedTuple):
@@ -77,14 +77,22 @@ class Janitor:
         fd = os.open(self._directory.janitor_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if self._is_elected(fd):
-                self._guarded(self._start)
-            while not self._stop.is_set():
-                if self._budget.excess_bytes(HIGH_SHARE):
-                    self._guarded(self._evict)
-                self._wake.wait(_PAUSE_S)
-                self._wake.clear()
+                self._serve()
         finally:
             os.close(fd)
+
+    def _serve(self) -> None:
+        """Count once, when nobody writes; then evict whenever it is needed."""
+        recount_at, pause_s, is_counted = 0.0, _PAUSE_S, False
+        while not self._stop.is_set():
+            if not is_counted and time.monotonic() >= recount_at:
+                is_counted = self._guarded(self._recount)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                recount_at = time.monotonic() + pause_s
+            if self._budget.excess_bytes(HIGH_SHARE):
+                self._guarded(self._evict)
+            self._wake.wait(_PAUSE_S)
+            self._wake.clear()
 
     def _is_elected(self, fd: int) -> bool:
         """Wait to be the one; nobody is told, the lock is freed with its holder."""
@@ -97,27 +105,28 @@ class Janitor:
                 return True
         return False
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """A fault of the file system ends one round, not the janitor."""
+    def _guarded(self, work: Callable[[], bool]) -> bool:
+        """Do one round; a fault of the file system ends the round, not the janitor."""
         try:
-            work()
+            return work()
         except OSError as error:
             _log.warning("janitor of %s: %s", self._directory.root, error)
             self._stop.wait(_PAUSE_S)
+            return False
 
-    def _start(self) -> None:
+    def _recount(self) -> bool:
         before = self._budget.usage()
-        self._budget.correct(collect(self._directory), before)
+        return self._budget.correct_if_quiet(collect(self._directory), before)
 
-    def _evict(self) -> None:
-        evict(self._directory, self._budget, LOW_SHARE)
+    def _evict(self) -> bool:
+        return evict(self._directory, self._budget, LOW_SHARE) > 0
 
 
 def collect(directory: StoreDirectory) -> int:
     """Remove what crashed writers left; return the bytes of what remains."""
     total = 0
     for file in stored_files(directory):
-        if is_temporary(file.name) and _is_leftover(file):
+        if is_temporary(file.name) and is_leftover(file.name, file.used_ns):
             _unlink(file.path)
         else:
             total += file.size
@@ -156,11 +165,9 @@ def stored_files(directory: StoreDirectory) -> Iterator[StoredFile]:
             state = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             continue  # evicted or renamed meanwhile
+        if not stat.S_ISREG(state.st_mode):
+            continue  # somebody else's folder or link
         yield StoredFile(state.st_atime_ns, state.st_size, entry.path, entry.name)
-
-
-def _is_leftover(file: StoredFile) -> bool:
-    return is_abandoned(file.name) or time.time_ns() - file.used_ns > _STALE_S * 10**9
 
 
 def _unlink(path: str) -> bool:

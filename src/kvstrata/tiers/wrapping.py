@@ -1,4 +1,4 @@
-"""Stores around stores: slower, broken on purpose, or counted. For tests, trials and measurements."""
+"""Stores around stores: slower, broken on purpose, or counted; for tests and measurements."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstrata.config import Config, parse_config, read_config
-from kvstrata.config.schema import FilesystemTierConfig, ValkeyTierConfig
+from kvstrata.config.schema import CustomTierConfig, FilesystemTierConfig, ValkeyTierConfig
 from kvstrata.config.units import ByteSize, Duration
 from kvstrata.errors import ConfigError
 
@@ -76,7 +76,7 @@ def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
         ({"host": {"eviction": "random"}}, "host.eviction", "'random'", "arc or lru or s3fifo"),
         ({"load": {"deadline": "soon"}}, "load.deadline", "'soon' is not", "as in 10s"),
         ({"load": {"deadline": 10}}, "load.deadline", "10 is not a time", "as in 10s"),
-        ({"tiers": [{"kind": "tape"}]}, "tiers[0].kind", "'tape'", "filesystem or object_store or valkey"),
+        ({"tiers": [{"kind": "tape"}]}, "tiers[0].kind", "'tape'", "filesystem or object_store or valkey or custom"),
         ({"tiers": [{"path": "x"}]}, "tiers[0].kind", "missing", "filesystem or object_store"),
         ({"tiers": [{"kind": "filesystem"}]}, "tiers[0].path", "missing", "text"),
         ({"tiers": [{"kind": "filesystem", "path": "x", "weight": 0}]}, "tiers[0].weight", "0 is wrong", "above 0"),
@@ -174,6 +174,17 @@ def test_sizes_are_exact() -> None:
     assert ByteSize.parse("9007199254740993B") == 9007199254740993
     with pytest.raises(ValueError, match="too long"):
         Duration.parse("9" * 400 + "s")
+
+
+def test_a_tier_written_elsewhere_keeps_its_options_to_itself() -> None:
+    tier = {"kind": "custom", "store": "their.module:Store", "options": {"token": "secret", "n": 3}}
+    config = parse_config({"tiers": [tier]})
+
+    assert isinstance(config.tiers[0], CustomTierConfig)
+    assert config.tiers[0].options == {"token": "secret", "n": 3}
+    assert "secret" not in repr(config)
+    with pytest.raises(ConfigError, match=r"tiers\[0\].store: .*regex"):
+        parse_config({"tiers": [{"kind": "custom", "store": "no colon"}]})
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy", "off"])

@@ -1,0 +1,153 @@
+"""Several tiers as one: host memory on top, the others below.
+
+Chunks go down after they were stored (`demote`) and come up when a request needs them (`promote`).
+A chunk counts as READY only in host memory, where every rank has checked it; below, it is at best
+ARRIVING. Nothing here blocks: work is handed to the ranks' threads, and `poll` applies what they
+report.
+
+Ownership: everything belongs to the scheduler thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstrata.core.lookups import ChunkLookup, LookupCodes, to_codes
+from kvstrata.errors import ChunkCorrupt
+from kvstrata.hierarchy.demotions import Demotions
+from kvstrata.hierarchy.known_chunks import Presence
+from kvstrata.hierarchy.lower_tier import standing
+from kvstrata.hierarchy.promotions import Promotions
+from kvstrata.hierarchy.tier_io import Verb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvstrata.core.chunk_label import ChunkLabel
+    from kvstrata.core.ids import ChunkKey
+    from kvstrata.core.outcomes import Deadline
+    from kvstrata.hierarchy.lower_tier import Fault, LowerTier
+    from kvstrata.hierarchy.ranks import TierReport
+    from kvstrata.tiers.host_memory import HostMemoryIndex
+
+
+class Changes(NamedTuple):
+    """What `poll` brought."""
+
+    arrived: tuple[ChunkKey, ...]
+    """READY in host memory now."""
+    lost: tuple[ChunkKey, ...]
+    """Promotions that ended without their chunk."""
+    evicted: tuple[ChunkKey, ...]
+    """Left host memory to make room for promotions."""
+    written: tuple[tuple[str, ChunkKey], ...]
+    """In a lower tier now, on every rank."""
+    faults: tuple[Fault, ...]
+    """New ones; a corrupt chunk is reported once."""
+
+
+class TierStack:
+    """Host memory and the tiers below it.
+
+    Args:
+        host: the index of all ranks' arenas.
+        tiers: the tiers below, in the order of the configuration.
+        clock: monotonic seconds.
+        write_s: how long a write to a lower tier may take.
+    """
+
+    def __init__(
+        self,
+        host: HostMemoryIndex,
+        tiers: Sequence[LowerTier],
+        clock: Callable[[], float],
+        write_s: float = 30.0,
+    ) -> None:
+        self.host = host
+        self._tiers = tuple(tiers)
+        self._promotions = Promotions(host, self._tiers, clock)
+        self._demotions = Demotions(host, clock, write_s)
+        self._reported: set[tuple[str, bytes]] = set()
+
+    @property
+    def num_dropped(self) -> Mapping[str, int]:
+        """Writes not taken because too many waited, by tier."""
+        return self._demotions.num_dropped
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> LookupCodes:
+        """What all tiers together know about each key. Never blocks. Changes nothing."""
+        codes = self.host.lookup(keys)
+        if not self._tiers or ChunkLookup.ABSENT not in codes:
+            return codes
+        return to_codes(
+            standing(self._tiers, key) if code == ChunkLookup.ABSENT else ChunkLookup(code)
+            for key, code in zip(keys, codes, strict=True)
+        )
+
+    def ask(self, keys: Sequence[ChunkKey], deadline: Deadline) -> None:
+        """Find out about keys that are not in host memory. Returns at once."""
+        codes = self.host.lookup(keys)
+        absent = [k for k, code in zip(keys, codes, strict=True) if code == ChunkLookup.ABSENT]
+        for tier in self._tiers:
+            unknown = [k for k in absent if tier.known.presence(k) is Presence.UNKNOWN]
+            if unknown and tier.breaker.allows():
+                tier.known.asked(unknown)
+                tier.breaker.started()
+                tier.ranks.find(unknown, deadline)
+
+    def promote(self, labels: Sequence[ChunkLabel], deadline: Deadline) -> None:
+        """Bring chunks up from the tiers that have them. Returns at once."""
+        self._promotions.start(labels, deadline)
+
+    def demote(self, labels: Sequence[ChunkLabel]) -> None:
+        """Copy READY chunks down to every tier that lacks them and takes them. Returns at once."""
+        for tier in self._tiers:
+            self._demotions.start(tier, labels)
+
+    def poll(self) -> Changes:
+        """Apply what the ranks have reported. Never blocks."""
+        arrived: list[ChunkKey] = []
+        written: list[tuple[str, ChunkKey]] = []
+        faults: list[Fault] = []
+        for tier in self._tiers:
+            for report in tier.ranks.take_reports():
+                if not report.released:
+                    faults.extend(f for f in tier.judge(report) if self._is_news(f))
+                if report.verb is Verb.READ:
+                    arrived.extend(self._promotions.ended(tier, report))
+                elif report.verb is Verb.WRITE:
+                    done = self._demotions.ended(tier, report)
+                    written.extend((tier.name, key) for key in done)
+                else:
+                    self._answered(tier, report)
+        return Changes(
+            tuple(arrived),
+            self._promotions.take_lost(),
+            self._promotions.take_evicted(),
+            tuple(written),
+            tuple(faults),
+        )
+
+    def close(self) -> None:
+        """Stop the threads of all tiers."""
+        for tier in self._tiers:
+            tier.ranks.close()
+
+    def check_invariants(self) -> None:
+        """Assert that what is under way and what host memory holds agree."""
+        self.host.check_invariants()
+        assert self.host.num_arriving >= len(self._promotions)
+
+    @staticmethod
+    def _answered(tier: LowerTier, report: TierReport) -> None:
+        tier.known.found(report.outcome.done)
+        tier.known.missed(report.outcome.absent)
+        tier.known.unanswered(report.outcome.failed)
+
+    def _is_news(self, fault: Fault) -> bool:
+        if not isinstance(fault.error, ChunkCorrupt):
+            return True
+        marks = {(fault.tier, key) for key in fault.error.keys}
+        is_news = not marks <= self._reported
+        self._reported |= marks
+        return is_news
