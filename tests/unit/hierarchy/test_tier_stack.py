@@ -80,7 +80,7 @@ class Bench:
         total = Changes((), (), (), (), ())
         while not condition(total):
             assert time.monotonic() < end, f"waited in vain: {total}"
-            total = Changes(*(a + b for a, b in zip(total, self.stack.poll(), strict=True)))
+            total = together(total, self.stack.poll())
             self.stack.check_invariants()
             time.sleep(0.001)
         return total
@@ -91,6 +91,16 @@ class Bench:
         self.stack.demote(labels)
         self.poll_until(lambda c: len(c.written) == len(labels) * len(self.tiers))
         assert set(self.host.remove([x.key for x in labels])) == {x.key for x in labels}
+
+
+def together(one: Changes, other: Changes) -> Changes:
+    return Changes(
+        arrived=one.arrived + other.arrived,
+        lost=one.lost + other.lost,
+        evicted=one.evicted + other.evicted,
+        written=one.written + other.written,
+        faults=one.faults + other.faults,
+    )
 
 
 def copy_into(arena: HostArena, label: ChunkLabel, extents: object, rank: int) -> None:
@@ -269,7 +279,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back_by_itself(
     bench.stack.promote(LABELS[1:2], within(10))
     bench.poll_until(lambda c: bool(c.arrived))
 
-    assert bench.tiers[0].breaker.state is BreakerState.CLOSED
+    assert str(bench.tiers[0].breaker.state) == "closed"
 
 
 def test_writes_are_dropped_when_too_many_wait(make: Callable[..., Bench]) -> None:
