@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.chunk_label import ChunkBuffer
 from kvstrata.errors import ConfigError
+from kvstrata.tiers.numa import touch_on_node
 from kvstrata.tiers.room import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -32,15 +33,19 @@ class HostArena:
     Args:
         capacity_bytes: rounded down to whole pages.
         shared_name: a name under which other processes find the same memory; None: private.
+        numa_node: where the memory should lie (`numa.node_of_device`); None: wherever it falls.
 
     Raises:
         ConfigError: there is not so much memory.
     """
 
-    def __init__(self, capacity_bytes: int, shared_name: str | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, shared_name: str | None = None, numa_node: int | None = None
+    ) -> None:
         self.num_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES
         self._shared_path = shared_name and f"{_SHARED_FOLDER}/{shared_name}"
         self._is_pinned = False
+        self._is_new = True
         try:
             self._memory = self._map()
         except (OSError, ValueError) as error:
@@ -51,6 +56,8 @@ class HostArena:
             with contextlib.suppress(OSError):  # a kernel without them is no fault
                 self._memory.madvise(_HUGE_PAGE)
         self._view = memoryview(self._memory)
+        if numa_node is not None and self._is_new:
+            touch_on_node(self._view, numa_node, PAGE_BYTES)
 
     def parts(self, extents: Iterable[Extent]) -> tuple[memoryview, ...]:
         """The memory of some extents."""
@@ -85,7 +92,7 @@ class HostArena:
     def _map(self) -> mmap.mmap:
         if not self._shared_path:
             return mmap.mmap(-1, self.num_bytes)
-        fd = os.open(self._shared_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self._open_shared(self._shared_path)
         try:
             os.posix_fallocate(fd, 0, self.num_bytes)  # now, not as a bus error later
             return mmap.mmap(fd, self.num_bytes)
@@ -94,6 +101,15 @@ class HostArena:
             raise
         finally:
             os.close(fd)
+
+    def _open_shared(self, path: str) -> int:
+        """Make the shared memory, or find what another process made."""
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            self._is_new = False
+            return os.open(path, flags)
 
 
 def _register(view: memoryview) -> bool:
