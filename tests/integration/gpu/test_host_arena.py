@@ -15,8 +15,9 @@ NUM_BYTES = 256 * 2**20
 
 
 def test_a_pinned_arena_takes_asynchronous_copies() -> None:
-    node = node_of_device(torch.cuda.get_device_properties(0).pci_bus_id_string)  # type: ignore[attr-defined]
-    arena = HostArena(NUM_BYTES, numa_node=node)
+    gpu = torch.cuda.get_device_properties(0)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    arena = HostArena(NUM_BYTES, numa_node=node_of_device(address))
     assert arena.pin()
     (part,) = arena.parts([Extent(0, NUM_BYTES // PAGE_BYTES)])
     host = torch.frombuffer(part, dtype=torch.uint8)
