@@ -1,6 +1,6 @@
 # Every target sets up what it needs; a second run starts at once.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test bench clean
+.PHONY: help setup demo lint check test test-chaos bench clean
 
 READY := .venv/.ready
 BIN := .venv/bin
@@ -32,8 +32,13 @@ test: lint ## everything: style, types, layers, all tests with coverage, 5,000 e
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -q -n 2 --timeout 900 -o faulthandler_timeout=0 \
 	  tests/property
 
+test-chaos: $(READY) ## inject faults into real components, the long form: about ten minutes
+	KVSTRATA_CHAOS=full $(BIN)/pytest -q -s --timeout 1800 -o faulthandler_timeout=0 tests/chaos
+
 bench: $(READY) ## measure, against the goals
 	@$(BIN)/kvstrata bench planning
+	@$(BIN)/kvstrata bench host
+	@$(BIN)/kvstrata bench filesystem
 
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ NUM_BYTES = 256 * 2**20
 
 
 def test_a_pinned_arena_takes_asynchronous_copies() -> None:
-    gpu = torch.cuda.get_device_properties(0)
+    gpu: Any = torch.cuda.get_device_properties(0)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     arena = HostArena(NUM_BYTES, numa_node=node_of_device(address))
     assert arena.pin()
