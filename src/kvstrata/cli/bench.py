@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +22,26 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def planning(as_json: AsJson = False) -> None:
     """What planning costs the scheduler thread, and how it grows with the prompt."""
     from kvstrata.bench import planning as benchmark  # noqa: PLC0415 - load what runs
+
+    show(benchmark.run(), as_json=as_json)
+
+
+@app.command()
+def filesystem(
+    as_json: AsJson = False,
+    folder: Annotated[Path, typer.Option(help="Where temporary files go.")] = Path(),
+    num_listed: Annotated[int, typer.Option(help="Chunks to list.")] = 1_000_000,
+) -> None:
+    """What the filesystem tier reaches of what its file system gives."""
+    from kvstrata.bench import filesystem as benchmark  # noqa: PLC0415 - load what runs
+
+    show(benchmark.run(benchmark.Scale(num_listed=num_listed), folder), as_json=as_json)
+
+
+@app.command()
+def host(as_json: AsJson = False) -> None:
+    """What host memory costs: look-ups, room and copies."""
+    from kvstrata.bench import host as benchmark  # noqa: PLC0415 - load what runs
 
     show(benchmark.run(), as_json=as_json)
 

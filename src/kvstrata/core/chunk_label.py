@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from kvstrata.core.spans import TokenSpan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Namespace:
     """Everything that a chunk's bytes depend on besides its tokens.
 
@@ -30,7 +31,7 @@ class Namespace:
     hashing: str
     """Algorithm and seed of the block hashes."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """One name for all of it, 40 hexadecimal digits."""
         facts = "\n".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.core.lookups import ChunkLookup
 from kvstrata.core.outcomes import Deadline
+from kvstrata.hierarchy.breaker import BreakerState
 from kvstrata.hierarchy.ranks import Placed
 
 if TYPE_CHECKING:
@@ -49,13 +50,16 @@ class Demotions:
 
     def start(self, tier: LowerTier, labels: Sequence[ChunkLabel]) -> None:
         """Write those chunks to a tier that are READY, that it lacks, and that it takes now."""
-        taken = [label for label in labels if self._is_due(tier, label) and self._fits(tier, label)]
+        by_key = {label.key: label for label in labels}
+        due = [label for label in by_key.values() if self._is_due(tier, label)]
+        if tier.breaker.state is not BreakerState.CLOSED:
+            due = due[:1]  # a probe
+        taken = [label for label in due if self._fits(tier, label)]
         if not taken:
             return
         self._host.lease([label.key for label in taken])
         chunks = [Placed(label, self._host.extents(label.key)) for label in taken]
-        tier.breaker.started()
-        job_id = tier.ranks.write(chunks, Deadline(self._clock() + self._limit_s))
+        job_id = tier.write(chunks, Deadline(self._clock() + self._limit_s))
         self._jobs[tier.name, job_id] = {label.key: label.payload_bytes for label in taken}
         self._writing |= {(tier.name, label.key) for label in taken}
 

@@ -1,8 +1,8 @@
 """What is known about a lower tier's content, without asking it.
 
-A key is present, absent, bad, being asked about, or unknown. Absence is believed for a while only,
-because others may write to a shared tier; badness for good, because a key that lied once is not
-worth a second look.
+A key is present, absent, bad, being asked about, or unknown. Presence and absence are believed for
+a while only: others write to a shared tier, and its own eviction or expiry is not told to anybody.
+Everything is bounded; what is forgotten is unknown, and asked about again.
 
 Ownership: the scheduler thread owns every field.
 """
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from kvstrata.core.ids import ChunkKey
 
-MOST_ABSENT: Final = 1_000_000
-"""Absences remembered at most; the oldest are forgotten."""
+MOST_KNOWN: Final = 4_000_000
+"""Facts remembered at most; the oldest are forgotten."""
 
 
 class Presence(IntEnum):
@@ -37,62 +37,57 @@ class KnownChunks:
 
     Args:
         clock: monotonic seconds.
+        present_s: how long a presence is believed.
         absent_s: how long an absence is believed.
     """
 
-    def __init__(self, clock: Callable[[], float], absent_s: float = 5.0) -> None:
+    def __init__(
+        self, clock: Callable[[], float], *, present_s: float = 600.0, absent_s: float = 5.0
+    ) -> None:
         self._clock = clock
-        self._absent_s = absent_s
-        self._present: set[ChunkKey] = set()
+        self._lives = {
+            Presence.PRESENT: present_s,
+            Presence.ABSENT: absent_s,
+            Presence.BAD: float("inf"),
+        }
+        self._facts: OrderedDict[ChunkKey, tuple[Presence, float]] = OrderedDict()
         self._asked: set[ChunkKey] = set()
-        self._bad: set[ChunkKey] = set()
-        self._absent_until: OrderedDict[ChunkKey, float] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._present)
+        return len(self._facts)
 
     def presence(self, key: ChunkKey) -> Presence:
         """What is known about a key. Changes nothing."""
-        if key in self._present:
-            return Presence.PRESENT
-        if key in self._bad:
-            return Presence.BAD
-        if key in self._asked:
-            return Presence.ASKED
-        until = self._absent_until.get(key)
-        return Presence.ABSENT if until is not None and self._clock() < until else Presence.UNKNOWN
+        fact = self._facts.get(key)
+        if fact is not None and self._clock() < fact[1]:
+            return fact[0]
+        return Presence.ASKED if key in self._asked else Presence.UNKNOWN
 
     def asked(self, keys: Iterable[ChunkKey]) -> None:
         """A question about these is under way."""
         self._asked.update(keys)
 
-    def found(self, keys: Iterable[ChunkKey]) -> None:
-        """These are there; a good copy clears a bad name."""
-        for key in keys:
-            self._forget(key)
-            self._present.add(key)
-
-    def missed(self, keys: Iterable[ChunkKey]) -> None:
-        """These are not there."""
-        until = self._clock() + self._absent_s
-        for key in keys:
-            self._forget(key)
-            self._absent_until[key] = until
-        while len(self._absent_until) > MOST_ABSENT:
-            self._absent_until.popitem(last=False)
-
-    def spoiled(self, keys: Iterable[ChunkKey]) -> None:
-        """These were there and wrong."""
-        for key in keys:
-            self._forget(key)
-            self._bad.add(key)
-
     def unanswered(self, keys: Iterable[ChunkKey]) -> None:
         """A question about these failed: nothing is known."""
         self._asked.difference_update(keys)
 
-    def _forget(self, key: ChunkKey) -> None:
-        self._present.discard(key)
-        self._bad.discard(key)
-        self._asked.discard(key)
-        self._absent_until.pop(key, None)
+    def found(self, keys: Iterable[ChunkKey]) -> None:
+        """These are there; a good copy clears a bad name."""
+        self._note(keys, Presence.PRESENT)
+
+    def missed(self, keys: Iterable[ChunkKey]) -> None:
+        """These are not there."""
+        self._note(keys, Presence.ABSENT)
+
+    def spoiled(self, keys: Iterable[ChunkKey]) -> None:
+        """These were there and wrong: not worth a second look."""
+        self._note(keys, Presence.BAD)
+
+    def _note(self, keys: Iterable[ChunkKey], presence: Presence) -> None:
+        until = self._clock() + self._lives[presence]
+        for key in keys:
+            self._asked.discard(key)
+            self._facts[key] = (presence, until)
+            self._facts.move_to_end(key)
+        while len(self._facts) > MOST_KNOWN:
+            self._facts.popitem(last=False)

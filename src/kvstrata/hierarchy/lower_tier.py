@@ -5,7 +5,7 @@ Ownership: everything belongs to the scheduler thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata.core.lookups import ChunkLookup
@@ -13,12 +13,13 @@ from kvstrata.errors import ChunkCorrupt, TierFull
 from kvstrata.hierarchy.known_chunks import KnownChunks, Presence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvstrata.core.ids import ChunkKey
+    from kvstrata.core.outcomes import Deadline
     from kvstrata.errors import TierError
-    from kvstrata.hierarchy.breaker import Breaker
-    from kvstrata.hierarchy.ranks import RankedTier, TierReport
+    from kvstrata.hierarchy.breaker import Breaker, Ticket
+    from kvstrata.hierarchy.ranks import Placed, RankedTier, TierReport
 
 _SMOOTHING: Final = 0.2
 """Weight of the newest measurement in a tier's speed."""
@@ -45,6 +46,7 @@ class LowerTier:
     """Writes that would make more wait are dropped."""
     bytes_per_s: float = 0.0
     """Measured on reads; zero until the first."""
+    _tickets: dict[int, Ticket] = field(default_factory=dict)
 
     @property
     def worth(self) -> float:
@@ -61,17 +63,41 @@ class LowerTier:
         old = self.bytes_per_s or speed
         self.bytes_per_s = (1 - _SMOOTHING) * old + _SMOOTHING * speed
 
+    def read(self, chunks: Sequence[Placed], deadline: Deadline) -> int:
+        """Start to read chunks into the arenas; returns the job."""
+        return self._started(self.ranks.read(chunks, deadline))
+
+    def write(self, chunks: Sequence[Placed], deadline: Deadline) -> int:
+        """Start to write chunks from the arenas; returns the job."""
+        return self._started(self.ranks.write(chunks, deadline))
+
+    def find(self, keys: Sequence[ChunkKey], deadline: Deadline) -> int:
+        """Start to ask about keys; returns the job."""
+        return self._started(self.ranks.find(keys, deadline))
+
     def judge(self, report: TierReport) -> list[Fault]:
         """Tell the breaker how a job ended; the faults that it had, each once.
 
-        A corrupt chunk or a full tier says nothing about the tier's health.
+        A corrupt chunk, a full tier or a deadline too short says nothing about the tier's health.
         """
-        errors = {id(error): error for error in report.outcome.failed.values()}
-        if any(not isinstance(error, ChunkCorrupt | TierFull) for error in errors.values()):
-            self.breaker.failed()
+        ticket = self._tickets.pop(report.job_id)
+        failed = report.outcome.failed
+        if any(key not in report.hurried and _is_blame(failed[key]) for key in failed):
+            self.breaker.failed(ticket)
+        elif report.hurried and not report.outcome.done:
+            self.breaker.undecided(ticket)
         else:
-            self.breaker.succeeded(report.seconds)
+            self.breaker.succeeded(ticket, report.slowest_s)
+        errors = {id(error): error for error in failed.values()}
         return [Fault(self.name, error) for error in errors.values()]
+
+    def _started(self, job_id: int) -> int:
+        self._tickets[job_id] = self.breaker.started()
+        return job_id
+
+
+def _is_blame(error: TierError) -> bool:
+    return not isinstance(error, ChunkCorrupt | TierFull)
 
 
 def standing(tiers: Iterable[LowerTier], key: ChunkKey) -> ChunkLookup:

@@ -7,6 +7,7 @@ serve them best.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvstrata.config.schema import TierConfig
     from kvstrata.core.chunk_label import Namespace
+    from kvstrata.interfaces import ChunkStore
     from kvstrata.tiers.host_arena import HostArena
 
 _THREADS_PER_CORE: Final = 4
@@ -54,8 +56,7 @@ def open_tier(
     Raises:
         ConfigError: the tier cannot be opened.
     """
-    ranks = [Rank(index, len(arenas)) for index in range(len(arenas))]
-    stores = [open_store(config, namespace, rank) for rank in ranks]
+    stores = _open_stores(config, namespace, len(arenas))
     name, traffic = tier_name(config), traffic_for(config)
     ios = [
         TierIO(
@@ -69,8 +70,20 @@ def open_tier(
     known = KnownChunks(clock)
     if isinstance(config, FilesystemTierConfig):
         folder = StoreDirectory(Path(config.path)).namespace(namespace.fingerprint)
-        known.found(complete_keys(folder, len(arenas)))
+        with contextlib.suppress(OSError):  # then chunks are asked about one by one
+            known.found(complete_keys(folder, len(arenas)))
     return LowerTier(name, RankedTier(ios, arenas), Breaker(clock), known, weight=config.weight)
+
+
+def _open_stores(config: TierConfig, namespace: Namespace, num_ranks: int) -> list[ChunkStore]:
+    """One store per rank, or none: what was opened before a failure is closed again."""
+    with contextlib.ExitStack() as opened:
+        stores = []
+        for index in range(num_ranks):
+            stores.append(open_store(config, namespace, Rank(index, num_ranks)))
+            opened.callback(stores[-1].close)
+        opened.pop_all()
+        return stores
 
 
 def traffic_for(config: TierConfig) -> Traffic:

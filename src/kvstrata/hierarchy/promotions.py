@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.core.outcomes import Deadline
 from kvstrata.errors import ChunkCorrupt
+from kvstrata.hierarchy.breaker import BreakerState
 from kvstrata.hierarchy.lower_tier import best_tier
 from kvstrata.hierarchy.ranks import Placed
 
@@ -62,16 +63,17 @@ class Promotions:
     def start(self, labels: Sequence[ChunkLabel], deadline: Deadline) -> None:
         """Bring chunks up, in the order of their tokens, as far as there is room.
 
-        What is in host memory, on its way, or in no tier is left alone.
+        What is in host memory, on its way, or in no tier is left alone; what finds no room is
+        lost at once. None of them leaves host memory for the others.
         """
-        wanted = [label for label in labels if best_tier(self._tiers, label.key)]
-        sizes = [label.payload_bytes for label in wanted]
-        room = self._host.reserve([label.key for label in wanted], sizes)
+        by_key = {label.key: label for label in labels}
+        wanted = [label for label in by_key.values() if best_tier(self._tiers, label.key)]
+        sizes = {label.key: label.payload_bytes for label in wanted}
+        room = self._host.reserve(list(sizes), list(sizes.values()), keep=by_key)
         self._evicted.extend(room.evicted)
-        for label in wanted:
-            if label.key in room.granted:
-                placed = Placed(label, room.granted[label.key])
-                self._under_way[label.key] = _Promotion(placed, deadline)
+        self._lost.extend(room.refused)
+        for key, extents in room.granted.items():
+            self._under_way[key] = _Promotion(Placed(by_key[key], extents), deadline)
         self._read(room.granted)
 
     def ended(self, tier: LowerTier, report: TierReport) -> tuple[ChunkKey, ...]:
@@ -116,10 +118,17 @@ class Promotions:
             else:
                 batches[tier.name].append(promotion)
         for tier in self._tiers:
-            if batch := batches.get(tier.name):
+            if batch := self._batch(tier, batches[tier.name]):
                 deadline = Deadline(min(promotion.deadline for promotion in batch))
-                tier.breaker.started()
-                tier.ranks.read([promotion.placed for promotion in batch], deadline)
+                tier.read([promotion.placed for promotion in batch], deadline)
+
+    def _batch(self, tier: LowerTier, batch: list[_Promotion]) -> list[_Promotion]:
+        """What to read from a tier at once: of one that was broken a single chunk, as a probe."""
+        if tier.breaker.state is BreakerState.CLOSED:
+            return batch
+        for promotion in batch[1:]:
+            self._give_up(promotion.placed.label.key)
+        return batch[:1]
 
     def _learn(self, tier: LowerTier, report: TierReport) -> None:
         outcome = report.outcome

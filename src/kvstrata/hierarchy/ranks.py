@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.core.outcomes import TierOutcome
-from kvstrata.hierarchy.tier_io import TierIO, Verb
+from kvstrata.hierarchy.task_queue import Verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstrata.core.chunk_label import ChunkLabel
     from kvstrata.core.ids import ChunkKey
     from kvstrata.core.outcomes import Deadline
-    from kvstrata.hierarchy.tier_io import IOReport
+    from kvstrata.hierarchy.tier_io import IOReport, TierIO
     from kvstrata.tiers.host_arena import HostArena
     from kvstrata.tiers.room import Extent
 
@@ -41,7 +41,12 @@ class TierReport(NamedTuple):
     """Keys whose memory some rank's medium may still touch."""
     released: frozenset[ChunkKey]
     """Keys that no rank holds any more."""
+    hurried: frozenset[ChunkKey]
+    """Keys that ran out of time without the tier being to blame."""
+    slowest_s: float
+    """The longest that a medium took for one task."""
     seconds: float
+    """The longest that a rank took for the job."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,40 @@ class _Quorum:
     outcome: TierOutcome | None = None
     held: dict[ChunkKey, int] = field(default_factory=dict)
     """Keys still held, with the number of ranks that do."""
+    hurried: frozenset[ChunkKey] = frozenset()
+    slowest_s: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, rank: int, report: IOReport) -> None:
+        """Take in one rank's report."""
+        self.waiting.discard(rank)
+        self.outcome = _on_all(self.outcome, report.outcome)
+        self.hurried |= report.hurried
+        self.slowest_s = max(self.slowest_s, report.slowest_s)
+        self.seconds = max(self.seconds, report.seconds)
+
+    def ended(self, job_id: int) -> TierReport:
+        """The report of all ranks."""
+        assert self.outcome is not None  # every rank has reported
+        held = frozenset(self.held)
+        nothing: frozenset[ChunkKey] = frozenset()
+        return TierReport(
+            job_id,
+            self.verb,
+            self.outcome,
+            held,
+            nothing,
+            self.hurried,
+            self.slowest_s,
+            self.seconds,
+        )
+
+    def let_go(self, job_id: int, released: frozenset[ChunkKey]) -> TierReport:
+        """The report that memory is free again."""
+        nothing: frozenset[ChunkKey] = frozenset()
+        return TierReport(
+            job_id, self.verb, TierOutcome(), nothing, released, nothing, 0.0, self.seconds
+        )
 
 
 class RankedTier:
@@ -80,7 +119,7 @@ class RankedTier:
         """Ask which keys all ranks have; one rank can tell for all. Returns the job."""
         job_id = next(self._job_ids)
         self._quorums[job_id] = _Quorum(Verb.FIND, {0})
-        self._ranks[0][0].submit(job_id, Verb.FIND, keys, deadline)
+        self._ranks[0][0].find(job_id, keys, deadline)
         return job_id
 
     def take_reports(self) -> list[TierReport]:
@@ -101,7 +140,7 @@ class RankedTier:
         self._quorums[job_id] = _Quorum(verb, set(range(len(self._ranks))))
         for io, arena in self._ranks:
             buffers = [arena.buffer(label, extents) for label, extents in chunks]
-            io.submit(job_id, verb, buffers, deadline)
+            io.move(job_id, verb, buffers, deadline)
         return job_id
 
     def _count(self, rank: int, report: IOReport) -> list[TierReport]:
@@ -111,27 +150,14 @@ class RankedTier:
         released = frozenset(key for key in report.released if _let_go(quorum, key))
         reports = []
         if rank in quorum.waiting:
-            quorum.waiting.discard(rank)
-            quorum.outcome = _on_all(quorum.outcome, report.outcome)
+            quorum.add(rank, report)
             if not quorum.waiting:
-                reports.append(self._ended(report, quorum))
+                reports.append(quorum.ended(report.job_id))
         elif released and not quorum.waiting:
-            reports.append(
-                TierReport(
-                    report.job_id, quorum.verb, TierOutcome(), frozenset(), released, report.seconds
-                )
-            )
+            reports.append(quorum.let_go(report.job_id, released))
         if not quorum.waiting and not quorum.held:
             del self._quorums[report.job_id]
         return reports
-
-    @staticmethod
-    def _ended(report: IOReport, quorum: _Quorum) -> TierReport:
-        assert quorum.outcome is not None  # a rank has just reported
-        held = frozenset(quorum.held)
-        return TierReport(
-            report.job_id, quorum.verb, quorum.outcome, held, frozenset(), report.seconds
-        )
 
 
 def _let_go(quorum: _Quorum, key: ChunkKey) -> bool:

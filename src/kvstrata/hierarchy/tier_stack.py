@@ -10,7 +10,7 @@ Ownership: everything belongs to the scheduler thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata.core.lookups import ChunkLookup, LookupCodes, to_codes
 from kvstrata.errors import ChunkCorrupt
@@ -18,7 +18,7 @@ from kvstrata.hierarchy.demotions import Demotions
 from kvstrata.hierarchy.known_chunks import Presence
 from kvstrata.hierarchy.lower_tier import standing
 from kvstrata.hierarchy.promotions import Promotions
-from kvstrata.hierarchy.tier_io import Verb
+from kvstrata.hierarchy.task_queue import Verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from kvstrata.hierarchy.lower_tier import Fault, LowerTier
     from kvstrata.hierarchy.ranks import TierReport
     from kvstrata.tiers.host_memory import HostMemoryIndex
+
+_MOST_REPORTED: Final = 100_000
+"""Corrupt chunks remembered as reported; then all are forgotten."""
 
 
 class Changes(NamedTuple):
@@ -92,8 +95,7 @@ class TierStack:
             unknown = [k for k in absent if tier.known.presence(k) is Presence.UNKNOWN]
             if unknown and tier.breaker.allows():
                 tier.known.asked(unknown)
-                tier.breaker.started()
-                tier.ranks.find(unknown, deadline)
+                tier.find(unknown, deadline)
 
     def promote(self, labels: Sequence[ChunkLabel], deadline: Deadline) -> None:
         """Bring chunks up from the tiers that have them. Returns at once."""
@@ -149,5 +151,7 @@ class TierStack:
             return True
         marks = {(fault.tier, key) for key in fault.error.keys}
         is_news = not marks <= self._reported
+        if len(self._reported) > _MOST_REPORTED:
+            self._reported = set()
         self._reported |= marks
         return is_news

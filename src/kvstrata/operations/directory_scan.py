@@ -7,7 +7,6 @@ import json
 import os
 import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.errors import ConfigError, TierUnavailable
@@ -18,6 +17,7 @@ from kvstrata.tiers.file_layout import FORMAT, StoreDirectory, is_leftover, is_t
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 _MANIFEST_BYTES: Final = 4096
 _ACCEPTED: Final = "a kvstrata store: a directory, file://, s3:// or valkey:// address"
@@ -50,7 +50,7 @@ class ScannedFile:
     def is_leftover(self) -> bool:
         """Whether it is what a crashed writer left."""
         is_temporary = self.role is Role.TEMPORARY
-        return is_temporary and is_leftover(Path(self.path).name, self.used_ns)
+        return is_temporary and is_leftover(self.path, self.used_ns)
 
 
 def open_directory(root: Path) -> StoreDirectory:

@@ -6,12 +6,15 @@ one vectored call. Direct I/O is used where the file system takes it and the par
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from kvstrata.core.spans import ceil_to
@@ -27,7 +30,6 @@ from kvstrata.tiers.file_layout import temporary_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from kvstrata.config.schema import Durability
     from kvstrata.core.chunk_label import ChunkBuffer, Namespace, Rank
@@ -42,8 +44,7 @@ _scratch: Final = threading.local()
 class NewChunkFile:
     """A chunk's file while it is written: its name leads to the whole of it or to nothing.
 
-    From the start the temporary file has its final size, so that whoever counts files while it is
-    written counts it in full. Leaving the context without `publish` removes it.
+    Leaving the context without `publish` removes the temporary file.
 
     Args:
         path: where the chunk will be found.
@@ -54,22 +55,28 @@ class NewChunkFile:
         OSError: as the file system says.
     """
 
-    def __init__(self, path: Path, chunk: ChunkBuffer, *, direct: bool) -> None:
+    def __init__(self, path: str, chunk: ChunkBuffer, *, direct: bool) -> None:
         self._path = path
         self._chunk = chunk
         self._direct = direct and _is_aligned(chunk)
-        self._size = HEADER_BYTES + chunk.label.payload_bytes
-        self._temporary = temporary_path(path.parent)
+        self._is_published = False
+        self._temporary = temporary_path(os.path.dirname(path))  # noqa: PTH120 - a string is faster
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         self._fd = os.open(self._temporary, flags | (_DIRECT if self._direct else 0), 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells that its writer lives
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the file has its name."""
+        return self._is_published
 
     def __enter__(self) -> Self:
-        os.ftruncate(self._fd, self._size)
         return self
 
     def __exit__(self, *exception: object) -> None:
         os.close(self._fd)
-        self._temporary.unlink(missing_ok=True)
+        if not self._is_published:
+            Path(self._temporary).unlink(missing_ok=True)
 
     def fill(self, namespace: Namespace, rank: Rank) -> None:
         """Write header and payload.
@@ -81,8 +88,9 @@ class NewChunkFile:
         header[:] = make_header(chunk.label, namespace, rank, chunk.payload())
         payload = _whole_pages(chunk) if self._direct else chunk.payload()
         _write_fully(self._fd, [memoryview(header), *payload])
-        if self._direct:
-            os.ftruncate(self._fd, self._size)
+        size = HEADER_BYTES + chunk.label.payload_bytes
+        if self._direct and size % PAGE_BYTES:
+            os.ftruncate(self._fd, size)
 
     def publish(self, durability: Durability) -> None:
         """Give the file its name, after syncing as much as asked for.
@@ -92,38 +100,44 @@ class NewChunkFile:
         """
         if durability != "none":
             os.fdatasync(self._fd)
-        self._temporary.replace(self._path)
+        os.rename(self._temporary, self._path)  # noqa: PTH104 - a string is faster
+        self._is_published = True
         if durability == "full":
-            _sync_folder(self._path.parent)
+            _sync_folder(os.path.dirname(self._path))  # noqa: PTH120
 
 
 def read_chunk(
-    path: Path, chunk: ChunkBuffer, owner: tuple[Namespace, Rank], *, direct: bool
-) -> None:
-    """Fill a buffer from a file, check everything, and note the use.
+    path: str, chunk: ChunkBuffer, owner: tuple[Namespace, Rank], *, direct: bool
+) -> int:
+    """Fill a buffer from a file and check everything; returns the open file, for `note_use`.
 
     Raises:
         FileNotFoundError: there is no such chunk.
         OSError: as the file system says.
         BadChunk: the file is not the chunk that was asked for.
     """
-    header = _header_page()
-    fd = _open_for_reading(path, direct=direct and _is_aligned(chunk))
+    header, pages = _header_page(), _whole_pages(chunk)
+    direct = direct and _are_aligned(pages)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_DIRECT if direct else 0))
     try:
-        expected = HEADER_BYTES + chunk.label.payload_bytes
-        size = os.fstat(fd).st_size
-        if size != expected:
-            raise BadChunk(f"file of {size} bytes instead of {expected}")
-        _read_fully(fd, [memoryview(header), *_whole_pages(chunk)], expected)
+        views = [memoryview(header), *pages, memoryview(_spare_page())]
+        _read_exactly(fd, views, HEADER_BYTES + chunk.label.payload_bytes)
         found = parse_header(memoryview(header))
         check_header(found, chunk.label, *owner)
         check_payload(found, chunk.payload())
-        _note_use(fd)
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
 
 
-def takes_direct_io(folder: Path) -> bool:
+def note_use(fd: int) -> None:
+    """Recency is the access time, set by hand: few mounts keep it, and nothing is rewritten."""
+    with contextlib.suppress(OSError):  # a read-only mount still serves chunks
+        os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+
+
+def takes_direct_io(folder: str) -> bool:
     """Whether files in this folder can be written past the page cache."""
     if not _DIRECT:
         return False
@@ -131,7 +145,7 @@ def takes_direct_io(folder: Path) -> bool:
     try:
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | _DIRECT, 0o600)
     except OSError:
-        path.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
         return False
     try:
         return os.pwrite(fd, _header_page(), 0) == PAGE_BYTES
@@ -139,7 +153,7 @@ def takes_direct_io(folder: Path) -> bool:
         return False
     finally:
         os.close(fd)
-        path.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
 
 
 def _write_fully(fd: int, views: Sequence[memoryview]) -> None:
@@ -152,14 +166,18 @@ def _write_fully(fd: int, views: Sequence[memoryview]) -> None:
         views = _after(views, written)
 
 
-def _read_fully(fd: int, views: Sequence[memoryview], size: int) -> None:
+def _read_exactly(fd: int, views: Sequence[memoryview], size: int) -> None:
+    """Read a file of exactly `size` bytes; the views have room for more, to notice it."""
     offset = 0
-    while offset < size:
-        count = os.preadv(fd, views[:_MOST_PARTS], offset)
-        if count == 0:
-            raise BadChunk(f"file ended after {offset} of {size} bytes")
+    while count := os.preadv(fd, views[:_MOST_PARTS], offset):
         offset += count
+        if offset >= size:
+            break
         views = _after(views, count)
+    if offset != size:
+        raise BadChunk(
+            f"file of {'more than ' * (offset > size)}{min(offset, size)} bytes, expected {size}"
+        )
 
 
 def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -184,7 +202,10 @@ def _whole_pages(chunk: ChunkBuffer) -> list[memoryview]:
 
 def _is_aligned(chunk: ChunkBuffer) -> bool:
     """Whether every part starts and ends on a page, up to the payload's last one."""
-    pages = _whole_pages(chunk)
+    return _are_aligned(_whole_pages(chunk))
+
+
+def _are_aligned(pages: Sequence[memoryview]) -> bool:
     return all(
         not view.readonly and view.nbytes % PAGE_BYTES == 0 and _address(view) % PAGE_BYTES == 0
         for view in pages
@@ -197,22 +218,22 @@ def _address(view: memoryview) -> int:
 
 def _header_page() -> mmap.mmap:
     """This thread's page for headers: aligned, and reused."""
-    page: mmap.mmap | None = getattr(_scratch, "page", None)
-    if page is None:
-        page = _scratch.page = mmap.mmap(-1, PAGE_BYTES)
-    return page
+    return _pages()[0]
 
 
-def _open_for_reading(path: Path, *, direct: bool) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_DIRECT if direct else 0))
+def _spare_page() -> mmap.mmap:
+    """This thread's page for bytes that should not be there."""
+    return _pages()[1]
 
 
-def _note_use(fd: int) -> None:
-    """Recency is the access time, set by hand: few mounts keep it, and nothing is rewritten."""
-    os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+def _pages() -> tuple[mmap.mmap, mmap.mmap]:
+    pages: tuple[mmap.mmap, mmap.mmap] | None = getattr(_scratch, "pages", None)
+    if pages is None:
+        pages = _scratch.pages = (mmap.mmap(-1, PAGE_BYTES), mmap.mmap(-1, PAGE_BYTES))
+    return pages
 
 
-def _sync_folder(path: Path) -> None:
+def _sync_folder(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

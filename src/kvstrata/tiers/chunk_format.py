@@ -32,6 +32,7 @@ VERSION: Final = 1
 HEADER_BYTES: Final = 4096
 CHECKSUM: Final = "xxh3-128"
 
+_ZEROS: Final = bytes(HEADER_BYTES)
 _PREFIX: Final = struct.Struct("<8sHIQ")
 
 
@@ -57,6 +58,9 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bytes
 
 
+_decoder: Final = msgspec.msgpack.Decoder(ChunkHeader)
+
+
 def checksum(parts: Iterable[memoryview]) -> bytes:
     """The checksum of a payload that lies in several parts. Releases the interpreter's lock."""
     digest = xxhash.xxh3_128()
@@ -69,21 +73,24 @@ def make_header(
     label: ChunkLabel, namespace: Namespace, rank: Rank, payload: Iterable[memoryview]
 ) -> bytes:
     """The header page of a chunk with this payload."""
-    return pack_header(
-        ChunkHeader(
-            namespace=namespace.fingerprint,
-            key=label.key,
-            kind=label.kind,
-            block_tokens=label.block_tokens,
-            first_token=label.tokens.start,
-            last_token=label.tokens.stop,
-            parent=label.parent,
-            rank=rank.index,
-            num_ranks=rank.count,
-            payload_bytes=label.payload_bytes,
-            checksum_algorithm=CHECKSUM,
-            checksum=checksum(payload),
-        )
+    return pack_header(_header(label, namespace, rank, checksum(payload)))
+
+
+def _header(label: ChunkLabel, namespace: Namespace, rank: Rank, digest: bytes) -> ChunkHeader:
+    """What the header of a chunk says."""
+    return ChunkHeader(
+        namespace=namespace.fingerprint,
+        key=label.key,
+        kind=label.kind,
+        block_tokens=label.block_tokens,
+        first_token=label.tokens.start,
+        last_token=label.tokens.stop,
+        parent=label.parent,
+        rank=rank.index,
+        num_ranks=rank.count,
+        payload_bytes=label.payload_bytes,
+        checksum_algorithm=CHECKSUM,
+        checksum=digest,
     )
 
 
@@ -108,14 +115,15 @@ def parse_header(page: bytes | memoryview) -> ChunkHeader:
         raise BadChunk("no chunk: the magic bytes are missing")
     if version != VERSION:
         raise BadChunk(f"format version {version}, this reader knows {VERSION}")
-    body = page[_PREFIX.size : _PREFIX.size + length]
+    end = _PREFIX.size + length
+    body = page[_PREFIX.size : end]
     if len(body) != length or xxhash.xxh3_64_intdigest(body) != digest:
         raise BadChunk("damaged header")
-    if page[_PREFIX.size + length :].strip(b"\0"):
+    if page[end:] != _ZEROS[end:]:
         raise BadChunk("bytes behind the header")
     try:
-        return msgspec.msgpack.decode(body, type=ChunkHeader)
-    except msgspec.ValidationError as error:
+        return _decoder.decode(body)
+    except msgspec.DecodeError as error:
         raise BadChunk(f"header does not parse: {error}") from error
 
 
@@ -125,21 +133,11 @@ def check_header(header: ChunkHeader, label: ChunkLabel, namespace: Namespace, r
     Raises:
         BadChunk: names the first difference.
     """
-    expected = {
-        "namespace": namespace.fingerprint,
-        "key": label.key,
-        "kind": label.kind,
-        "block_tokens": label.block_tokens,
-        "first_token": label.tokens.start,
-        "last_token": label.tokens.stop,
-        "parent": label.parent,
-        "rank": rank.index,
-        "num_ranks": rank.count,
-        "payload_bytes": label.payload_bytes,
-        "checksum_algorithm": CHECKSUM,
-    }
-    for name, wanted in expected.items():
-        found = getattr(header, name)
+    expected = _header(label, namespace, rank, header.checksum)
+    if header == expected:
+        return
+    for name in ChunkHeader.__struct_fields__:
+        found, wanted = getattr(header, name), getattr(expected, name)
         if found != wanted:
             raise BadChunk(f"{name} is {_shown(found)}, expected {_shown(wanted)}")
 

@@ -4,12 +4,14 @@ The counters lie in a small file and change under a lock that all processes take
 dies between reserving and writing leaves a reservation behind; the janitor's next scan puts the
 count right. Writers are refused, never delayed: a store that does not fit is dropped.
 
-Ownership: the file belongs to everyone under its lock; `_mutex` orders this process's threads,
-because file locks are held by processes.
+Ownership: the file belongs to everyone under its lock. A lock belongs to the open file, which this
+process's threads share, so `_mutex` orders them. `_free` is a guess that threads may refresh at
+the same time.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -17,7 +19,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata.config.units import ByteSize
 
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_COUNTERS: Final = struct.Struct("<qqq")
+_COUNTERS: Final = struct.Struct("<qqqqq")
 _DAY_S: Final = 86_400
+_LOCK_S: Final = 2.0
+"""Longest wait for the counters; whoever holds them longer is hung."""
+_FREE_S: Final = 0.1
+"""How long a look at the file system's free room is good for."""
 
 
 class BudgetSpent(Exception):  # noqa: N818 - becomes TierFull at the tier's edge
@@ -47,9 +53,20 @@ class Usage:
     """The shared counters."""
 
     used_bytes: int = 0
+    reserved_bytes: int = 0
+    """Ever reserved; tells what was reserved since an earlier look."""
+    released_bytes: int = 0
+    """Ever released."""
     day: int = 0
     written_bytes: int = 0
     """On that day."""
+
+
+class _Free(NamedTuple):
+    """A look at the file system."""
+
+    seen_at: float
+    num_bytes: int
 
 
 class DiskBudget:
@@ -65,6 +82,7 @@ class DiskBudget:
         self._folder = path.parent
         self._mutex = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._free = _Free(float("-inf"), 0)
 
     @property
     def limits(self) -> Limits:
@@ -72,56 +90,88 @@ class DiskBudget:
         return self._limits
 
     def usage(self) -> Usage:
-        """The counters now."""
+        """The counters now.
+
+        Raises:
+            OSError: they cannot be read.
+        """
         with self._locked():
             return self._load()
 
-    def reserve(self, num_bytes: int) -> None:
-        """Count bytes about to be written.
+    def reserve(self, num_bytes: int) -> Usage:
+        """Count bytes about to be written; the counters afterwards.
 
         Raises:
             BudgetSpent: says which limit they would break; nothing was counted.
+            OSError: the counters cannot be changed.
         """
         free = self._free_bytes()
         with self._locked():
             usage = self._today(self._load())
             self._check(usage, num_bytes, free)
-            self._save(
-                replace(
-                    usage,
-                    used_bytes=usage.used_bytes + num_bytes,
-                    written_bytes=usage.written_bytes + num_bytes,
-                )
+            usage = replace(
+                usage,
+                used_bytes=usage.used_bytes + num_bytes,
+                reserved_bytes=usage.reserved_bytes + num_bytes,
+                written_bytes=usage.written_bytes + num_bytes,
             )
+            self._save(usage)
+        self._free = self._free._replace(num_bytes=self._free.num_bytes - num_bytes)
+        return usage
 
     def release(self, num_bytes: int) -> None:
-        """Bytes were removed, or a reserved write did not happen."""
+        """Bytes were removed, or a reserved write did not happen.
+
+        Raises:
+            OSError: the counters cannot be changed.
+        """
         with self._locked():
             usage = self._load()
-            self._save(replace(usage, used_bytes=max(0, usage.used_bytes - num_bytes)))
+            used, released = usage.used_bytes - num_bytes, usage.released_bytes + num_bytes
+            self._save(replace(usage, used_bytes=max(0, used), released_bytes=released))
 
     def correct(self, found_bytes: int, before: Usage) -> None:
         """Set the count to what a scan found, plus what was reserved since it began.
 
-        What is in flight while a scan runs may be counted once too often until the next scan,
-        never left out: except for at most one chunk per writer that had reserved and not begun.
+        What is written or removed while a scan runs may be counted once too often until the next
+        scan, never too seldom; except for one chunk per writer that had reserved and not begun.
+
+        Raises:
+            OSError: the counters cannot be changed.
         """
         with self._locked():
             usage = self._load()
-            since = usage.used_bytes - before.used_bytes
-            self._save(replace(usage, used_bytes=max(0, found_bytes + since)))
+            since = usage.reserved_bytes - before.reserved_bytes
+            self._save(replace(usage, used_bytes=found_bytes + since))
 
     def correct_if_quiet(self, found_bytes: int, before: Usage) -> bool:
-        """Set the count to what a scan found, unless somebody wrote meanwhile; whether it was."""
+        """Set the count to what a scan found, unless something changed meanwhile; whether it was.
+
+        Raises:
+            OSError: the counters cannot be changed.
+        """
         with self._locked():
             usage = self._load()
-            is_quiet = usage.used_bytes == before.used_bytes
+            is_quiet = (usage.reserved_bytes, usage.released_bytes) == (
+                before.reserved_bytes,
+                before.released_bytes,
+            )
             if is_quiet:
                 self._save(replace(usage, used_bytes=found_bytes))
             return is_quiet
 
+    def is_high(self, usage: Usage, share: float) -> bool:
+        """Whether more than a share of the limits is in use, by what is known already."""
+        quota, min_free = self._limits.quota_bytes, self._limits.min_free_bytes
+        is_over = quota is not None and usage.used_bytes > quota * share
+        return is_over or self._free.num_bytes < min_free * (2 - share)
+
     def excess_bytes(self, share: float) -> int:
-        """Bytes to free until no more than `share` of the limits is in use."""
+        """Bytes to free until no more than `share` of the limits is in use.
+
+        Raises:
+            OSError: the counters or the file system cannot be read.
+        """
         excess = 0
         if self._limits.quota_bytes is not None:
             excess = self.usage().used_bytes - int(self._limits.quota_bytes * share)
@@ -145,27 +195,51 @@ class DiskBudget:
             raise BudgetSpent(f"{ByteSize(limits.daily_bytes)} have been written today")
 
     def _free_bytes(self) -> int:
-        state = os.statvfs(self._folder)
-        return state.f_bavail * state.f_frsize
+        now = time.monotonic()
+        if now > self._free.seen_at + _FREE_S:
+            state = os.statvfs(self._folder)
+            self._free = _Free(now, state.f_bavail * state.f_frsize)
+        return self._free.num_bytes
 
     @staticmethod
     def _today(usage: Usage) -> Usage:
         day = int(time.time()) // _DAY_S
-        return usage if usage.day == day else Usage(used_bytes=usage.used_bytes, day=day)
+        return usage if usage.day == day else replace(usage, day=day, written_bytes=0)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._mutex:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            self._lock_file()
             try:
                 yield
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock_file(self) -> None:
+        """Take the lock, but do not wait for a holder that hangs."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the store is closed")
+        end = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise OSError(errno.ETIMEDOUT, "the counters stayed locked") from None
+                time.sleep(0.0005)
+            else:
+                return
 
     def _load(self) -> Usage:
         data = os.pread(self._fd, _COUNTERS.size, 0)
         return Usage(*_COUNTERS.unpack(data)) if len(data) == _COUNTERS.size else Usage()
 
     def _save(self, usage: Usage) -> None:
-        data = _COUNTERS.pack(usage.used_bytes, usage.day, usage.written_bytes)
+        data = _COUNTERS.pack(
+            usage.used_bytes,
+            usage.reserved_bytes,
+            usage.released_bytes,
+            usage.day,
+            usage.written_bytes,
+        )
         os.pwrite(self._fd, data, 0)

@@ -4,7 +4,7 @@
     usage                                   bytes used and written today, shared by all processes
     janitor.lock                            held by the one process that evicts
     namespaces/<fingerprint>/<xx>/<key>.<rank>of<ranks>    one file per chunk and rank
-    namespaces/<fingerprint>/<xx>/.<host>-<pid>-<n>.tmp    a file being written
+    namespaces/<fingerprint>/<xx>/.<token>-<pid>-<n>.tmp   a file being written, locked
     quarantine/<key>.<rank>of<ranks>        what failed a check, for an operator to look at
 
 A directory holds many namespaces side by side. All directories are made 0700.
@@ -12,11 +12,11 @@ A directory holds many namespaces side by side. All directories are made 0700.
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import itertools
 import json
 import os
-import socket
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 FORMAT: Final = 1
 _FAN_OUT: Final = 2
+_OWN_NAMES: Final = frozenset({"store.json", "usage", "janitor.lock", "namespaces", "quarantine"})
 _TEMPORARY: Final = ".tmp"
-_STALE_S: Final = 3600
-"""A temporary file this old was left behind by another host's writer."""
+_NEW_S: Final = 10
+"""A temporary file is no leftover for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,14 @@ class StoreDirectory:
             return False
 
     def prepare(self) -> None:
-        """Make the store, or check that there is one.
+        """Make the store, or check that there is one. Processes may do so at the same time.
 
         Raises:
             ConfigError: the directory holds something else, or cannot be made.
         """
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self.is_store():
+            if not self.manifest.exists():
                 self._create()
             for folder in (self.namespaces, self.quarantine):
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -102,21 +103,29 @@ class StoreDirectory:
             raise ConfigError(
                 "path", f"{self.root} cannot be used: {error.strerror}", "a writable directory"
             ) from error
+        if not self.is_store():
+            raise ConfigError(
+                "path", f"{self.root} is a store of another format", f"a store of format {FORMAT}"
+            )
 
     def _create(self) -> None:
-        if any(self.root.iterdir()) and not self.manifest.exists():
+        """Publish the manifest, whole and once, whoever is first."""
+        names = {path.name for path in self.root.iterdir()}
+        foreign = {name for name in names - _OWN_NAMES if not is_temporary(name)}
+        if foreign and not self.manifest.exists():
             raise ConfigError(
                 "path",
                 f"{self.root} holds files that are no kvstrata store",
                 "a new or empty directory, or an existing store",
             )
-        if self.manifest.exists():
-            raise ConfigError(
-                "path", f"{self.root} is a store of another format", f"a store of format {FORMAT}"
-            )
-        temporary = temporary_path(self.root)
+        temporary = Path(temporary_path(self.root))
         temporary.write_text(json.dumps({"kvstrata": FORMAT}))
-        temporary.replace(self.manifest)
+        try:
+            self.manifest.hardlink_to(temporary)
+        except FileExistsError:
+            pass  # another process was first
+        finally:
+            temporary.unlink()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,25 +164,35 @@ def is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 
-_HOST: Final = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+_TOKEN: Final = secrets.token_hex(4)
 _counter: Final = itertools.count()
 
 
-def temporary_path(folder: Path) -> Path:
-    """A name nobody else uses, which tells who is writing."""
-    return folder / f".{_HOST}-{os.getpid()}-{next(_counter)}{_TEMPORARY}"
+def temporary_path(folder: Path | str) -> str:
+    """A name that no other process or thread uses."""
+    return f"{folder}/.{_TOKEN}-{os.getpid()}-{next(_counter)}{_TEMPORARY}"
 
 
-def is_leftover(name: str, used_ns: int) -> bool:
-    """Whether a temporary file's writer is gone, or must be by now."""
-    return _is_abandoned(name) or time.time_ns() - used_ns > _STALE_S * 10**9
+def is_leftover(path: str, used_ns: int) -> bool:
+    """Whether a temporary file's writer is gone.
 
-
-def _is_abandoned(name: str) -> bool:
-    """Whether a temporary file's writer ran on this host and is gone."""
-    host, _, rest = name.removeprefix(".").partition("-")
-    pid = rest.partition("-")[0]
-    return host == _HOST and pid.isdigit() and not Path(f"/proc/{pid}").exists()
+    A writer holds a lock on its file, which is freed with the writer however it ends, wherever it
+    runs. A file is given a little time, because its lock comes after its name.
+    """
+    if time.time_ns() - used_ns < _NEW_S * 10**9:
+        return False
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(fd)
 
 
 def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:

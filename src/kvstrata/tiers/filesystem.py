@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvstrata.core.chunk_label import Rank
 from kvstrata.core.outcomes import TierOutcome
 from kvstrata.errors import (
     ChunkCorrupt,
@@ -17,20 +18,23 @@ from kvstrata.errors import (
     TierTimeout,
     TierUnavailable,
 )
-from kvstrata.tiers.chunk_file import NewChunkFile, read_chunk, takes_direct_io
+from kvstrata.tiers.chunk_file import NewChunkFile, note_use, read_chunk, takes_direct_io
 from kvstrata.tiers.chunk_format import HEADER_BYTES, BadChunk
 from kvstrata.tiers.disk_budget import BudgetSpent, DiskBudget, Limits
-from kvstrata.tiers.file_layout import StoreDirectory, file_name
-from kvstrata.tiers.janitor import Janitor
+from kvstrata.tiers.file_layout import StoreDirectory
+from kvstrata.tiers.janitor import HIGH_SHARE, Janitor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvstrata.config.schema import FilesystemTierConfig
-    from kvstrata.core.chunk_label import ChunkBuffer, Namespace
+    from kvstrata.core.chunk_label import ChunkBuffer, Namespace, Rank
     from kvstrata.core.ids import ChunkKey
     from kvstrata.core.outcomes import Deadline
 
+_NOTE_S: Final = 60.0
+"""Recency is kept to the minute."""
+_MOST_NOTED: Final = 65_536
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -57,11 +61,13 @@ class FilesystemStore:
         self._directory = StoreDirectory(Path(config.path))
         self._directory.prepare()
         self._folder = self._directory.namespace(namespace.fingerprint)
+        self._folder_text = str(self._folder)
         self._make_folders()
-        self._direct = takes_direct_io(self._folder / "00")  # where leftovers are collected
+        self._direct = takes_direct_io(f"{self._folder}/00")  # where leftovers are collected
         limits = Limits(config.quota, config.min_free, config.daily_writes)
         self._budget = DiskBudget(self._directory.usage, limits)
         self._janitor = Janitor(self._directory, self._budget)
+        self._uses = _Uses()
         self._is_closed = False
 
     def read(self, chunks: Sequence[ChunkBuffer], deadline: Deadline) -> TierOutcome:
@@ -113,60 +119,66 @@ class FilesystemStore:
 
     def _fault(self, key: ChunkKey, error: BadChunk | BudgetSpent | OSError) -> TierError:
         if isinstance(error, BadChunk):
-            return ChunkCorrupt(self.name, f"{error} ({self._path(key).name})", [key])
+            return ChunkCorrupt(self.name, f"{error} ({key.hex()})", [key])
         if isinstance(error, BudgetSpent):
             return TierFull(self.name, str(error), [key])
         kind = TierFull if error.errno in _NO_ROOM else TierUnavailable
         return kind(self.name, error.strerror or str(error), [key])
 
     def _read(self, chunk: ChunkBuffer) -> None:
-        path = self._path(chunk.label.key)
+        key = chunk.label.key
+        path = self._path(key, self._rank.index)
         try:
-            read_chunk(path, chunk, (self._namespace, self._rank), direct=self._direct)
+            fd = read_chunk(path, chunk, (self._namespace, self._rank), direct=self._direct)
         except BadChunk:
             self._quarantine(path)
             raise
+        try:
+            if self._uses.is_worth_noting(key):
+                note_use(fd)
+        finally:
+            os.close(fd)
 
     def _write(self, chunk: ChunkBuffer) -> None:
-        path, size = self._path(chunk.label.key), HEADER_BYTES + chunk.label.payload_bytes
+        key, size = chunk.label.key, HEADER_BYTES + chunk.label.payload_bytes
+        path = self._path(key, self._rank.index)
         if _is_there(path, size):
             return
+        usage = self._budget.reserve(size)
+        if self._budget.is_high(usage, HIGH_SHARE):
+            self._janitor.wake()
+        is_published = False
         try:
             with NewChunkFile(path, chunk, direct=self._direct) as file:
-                self._budget.reserve(size)  # behind the file: a scan sees it or the reservation
-                self._fill(file, size)
+                try:
+                    file.fill(self._namespace, self._rank)
+                    file.publish(self._durability)
+                finally:
+                    is_published = file.is_published
         except FileNotFoundError as error:  # the folder went away: a fault, not a miss
-            raise TierUnavailable(self.name, str(error.strerror), [chunk.label.key]) from error
+            raise TierUnavailable(self.name, str(error.strerror), [key]) from error
         finally:
-            self._janitor.wake_if_needed()
-
-    def _fill(self, file: NewChunkFile, size: int) -> None:
-        try:
-            file.fill(self._namespace, self._rank)
-            file.publish(self._durability)
-        except OSError:
-            self._budget.release(size)
-            raise
+            if not is_published:
+                self._budget.release(size)
 
     def _stat_all_ranks(self, key: ChunkKey) -> None:
         for index in range(self._rank.count):
-            self._path(key, Rank(index, self._rank.count)).stat()
+            os.stat(self._path(key, index))  # noqa: PTH116 - a string is faster
 
     def _remove(self, key: ChunkKey) -> None:
-        path = self._path(key)
+        path = Path(self._path(key, self._rank.index))
         size = path.stat().st_size
         path.unlink()
         self._budget.release(size)
 
-    def _quarantine(self, path: Path) -> None:
-        """Move a bad file away; another thread may have been faster."""
-        try:
-            path.replace(self._directory.quarantine / path.name)
-        except FileNotFoundError:
-            return
+    def _quarantine(self, path: str) -> None:
+        """Move a bad file away, if that is possible; another thread may have been faster."""
+        with contextlib.suppress(OSError):
+            os.rename(path, self._directory.quarantine / os.path.basename(path))  # noqa: PTH104, PTH119
 
-    def _path(self, key: ChunkKey, rank: Rank | None = None) -> Path:
-        return self._folder / key.hex()[:2] / file_name(key, rank or self._rank)
+    def _path(self, key: ChunkKey, rank_index: int) -> str:
+        name = key.hex()
+        return f"{self._folder_text}/{name[:2]}/{name}.{rank_index}of{self._rank.count}"
 
     def _make_folders(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -174,9 +186,29 @@ class FilesystemStore:
             (self._folder / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
 
 
-def _is_there(path: Path, size: int) -> bool:
+class _Uses:
+    """Which chunks were noted as used lately, so that a hot one costs no system call.
+
+    Threads may race: then a use is noted twice.
+    """
+
+    def __init__(self) -> None:
+        self._noted_at: dict[ChunkKey, float] = {}
+
+    def is_worth_noting(self, key: ChunkKey) -> bool:
+        """Whether the last note is old enough for another."""
+        now = time.monotonic()
+        if now < self._noted_at.get(key, 0.0) + _NOTE_S:
+            return False
+        if len(self._noted_at) >= _MOST_NOTED:
+            self._noted_at = {}
+        self._noted_at[key] = now
+        return True
+
+
+def _is_there(path: str, size: int) -> bool:
     """Whether the chunk was written before: equal keys mean equal bytes, so once is enough."""
     try:
-        return path.stat().st_size == size
+        return os.stat(path).st_size == size  # noqa: PTH116 - a string is faster
     except FileNotFoundError:
         return False

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.core.lookups import ChunkLookup, LookupCodes
+from kvstrata.core.spans import ceil_div
 from kvstrata.tiers.room import PAGE_BYTES, Extent, Room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvstrata.core.ids import ChunkKey
     from kvstrata.interfaces import EvictionPolicy
@@ -31,6 +32,10 @@ class _Resident:
     num_bytes: int
     is_ready: bool = False
     num_leases: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        return sum(extent.num_pages for extent in self.extents)
 
 
 class Reservation(NamedTuple):
@@ -59,6 +64,8 @@ class HostMemoryIndex:
         self._policy = policy
         self._residents: dict[ChunkKey, _Resident] = {}
         self._codes: dict[ChunkKey, int] = {}
+        self._idle_pages = 0
+        """Pages of READY chunks that nobody holds."""
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -86,24 +93,29 @@ class HostMemoryIndex:
         """
         return self._residents[key].extents
 
-    def reserve(self, keys: Sequence[ChunkKey], sizes: Sequence[int]) -> Reservation:
+    def reserve(
+        self, keys: Sequence[ChunkKey], sizes: Sequence[int], keep: Collection[ChunkKey] = ()
+    ) -> Reservation:
         """Take room for chunks, in the order of their tokens, evicting others for it.
 
-        Stops at the first chunk that finds no room: a suffix is no use without its prefix.
+        Stops at the first chunk that finds no room: a suffix is no use without its prefix. Neither
+        these chunks nor those in `keep` are evicted, and none is if that would not be enough.
         """
         granted: dict[ChunkKey, tuple[Extent, ...]] = {}
         evicted: list[ChunkKey] = []
-        known = frozenset(key for key in keys if key in self._residents)
-        for key, size in zip(keys, sizes, strict=True):
+        wanted = dict(zip(keys, sizes, strict=True))
+        known = frozenset(key for key in wanted if key in self._residents)
+        stays = {key for key in (*known, *keep) if key in self._residents}
+        for key, size in wanted.items():
             if key in known:
                 continue
-            extents = self._make_room(size, evicted, keep=known)
+            extents = self._make_room(size, evicted, stays)
             if extents is None:
                 break
             granted[key] = extents
             self._residents[key] = _Resident(extents, size)
             self._codes[key] = ChunkLookup.ARRIVING
-        refused = frozenset(key for key in keys if key not in known and key not in granted)
+        refused = frozenset(wanted) - known - granted.keys()
         return Reservation(granted, known, refused, tuple(evicted))
 
     def settle(self, stored: Iterable[ChunkKey], failed: Iterable[ChunkKey] = ()) -> None:
@@ -116,6 +128,7 @@ class HostMemoryIndex:
         for key in arrived:
             self._residents[key].is_ready = True
             self._codes[key] = ChunkLookup.READY
+            self._idle_pages += self._residents[key].num_pages
         self._policy.insert(arrived, [self._residents[key].num_bytes for key in arrived])
         for key in failed:
             self._drop(key)
@@ -138,7 +151,9 @@ class HostMemoryIndex:
             if self._codes.get(key) != ChunkLookup.READY:
                 raise KeyError(key)
         for key in keys:
-            self._residents[key].num_leases += 1
+            resident = self._residents[key]
+            self._idle_pages -= 0 if resident.num_leases else resident.num_pages
+            resident.num_leases += 1
         self._policy.touch(keys)
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
@@ -147,6 +162,7 @@ class HostMemoryIndex:
             resident = self._residents[key]
             assert resident.num_leases > 0, key
             resident.num_leases -= 1
+            self._idle_pages += 0 if resident.num_leases else resident.num_pages
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note a use of a whole chain, in the order of its tokens: prefixes stay longest."""
@@ -154,7 +170,8 @@ class HostMemoryIndex:
 
     def remove(self, keys: Iterable[ChunkKey]) -> tuple[ChunkKey, ...]:
         """Drop READY chunks that nobody holds; returns those dropped."""
-        dropped = [key for key in keys if key in self._residents and self._may_leave(key)]
+        unique = dict.fromkeys(keys)
+        dropped = [key for key in unique if key in self._residents and self._may_leave(key)]
         self._policy.remove(dropped)
         for key in dropped:
             self._drop(key)
@@ -169,6 +186,8 @@ class HostMemoryIndex:
         pages = sum(extent.num_pages for extent in taken)
         assert pages + self._room.free_pages == self._room.num_pages
         assert self._codes.keys() == self._residents.keys()
+        idle = [r for r in self._residents.values() if r.is_ready and not r.num_leases]
+        assert self._idle_pages == sum(resident.num_pages for resident in idle)
         for key, resident in self._residents.items():
             on_the_way = (ChunkLookup.ARRIVING, ChunkLookup.FAILED)
             expected = (ChunkLookup.READY,) if resident.is_ready else on_the_way
@@ -176,22 +195,29 @@ class HostMemoryIndex:
             assert resident.is_ready or not resident.num_leases
 
     def _make_room(
-        self, num_bytes: int, evicted: list[ChunkKey], *, keep: frozenset[ChunkKey]
+        self, num_bytes: int, evicted: list[ChunkKey], stays: Collection[ChunkKey]
     ) -> tuple[Extent, ...] | None:
-        if num_bytes > self._room.num_pages * PAGE_BYTES:
+        if ceil_div(num_bytes, PAGE_BYTES) > self._room.free_pages + self._free_to_go(stays):
             return None
         while (extents := self._room.take(num_bytes)) is None:
-            victim = self._policy.evict(lambda key: key not in keep and self._may_leave(key))
+            victim = self._policy.evict(lambda key: key not in stays and self._may_leave(key))
             if victim is None:
                 return None
             self._drop(victim)
             evicted.append(victim)
         return extents
 
+    def _free_to_go(self, stays: Collection[ChunkKey]) -> int:
+        """Pages of READY chunks that nobody holds, but for those that stay."""
+        staying = (self._residents[key] for key in stays if self._may_leave(key))
+        return self._idle_pages - sum(resident.num_pages for resident in staying)
+
     def _may_leave(self, key: ChunkKey) -> bool:
         resident = self._residents[key]
         return resident.is_ready and not resident.num_leases
 
     def _drop(self, key: ChunkKey) -> None:
-        self._room.give_back(self._residents.pop(key).extents)
+        resident = self._residents.pop(key)
+        self._idle_pages -= resident.num_pages if resident.is_ready else 0
+        self._room.give_back(resident.extents)
         del self._codes[key]

@@ -9,6 +9,7 @@ Ownership: the thread owns nothing that others read; `_wake` and `_stop` are eve
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import logging
@@ -35,6 +36,8 @@ LOW_SHARE: Final = 0.90
 """Eviction stops at this share."""
 _PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 60.0
+_RECOUNT_S: Final = 600.0
+"""How often leftovers are looked for when nothing else calls for it."""
 
 
 class StoredFile(NamedTuple):
@@ -62,10 +65,9 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="kvstrata-janitor", daemon=True)
         self._thread.start()
 
-    def wake_if_needed(self) -> None:
-        """Let the janitor look now if usage is high. Never blocks for long."""
-        if self._budget.excess_bytes(HIGH_SHARE):
-            self._wake.set()
+    def wake(self) -> None:
+        """Let the janitor look now. Never blocks."""
+        self._wake.set()
 
     def close(self) -> None:
         """Stop the thread. Does nothing on successive calls."""
@@ -74,36 +76,29 @@ class Janitor:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        fd = os.open(self._directory.janitor_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if self._is_elected(fd):
-                self._serve()
-        finally:
-            os.close(fd)
+        """Wait to be elected, then serve; a fault of the file system never ends the thread."""
+        while not self._stop.is_set():
+            with contextlib.suppress(OSError):
+                path = self._directory.janitor_lock
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._serve()
+                finally:
+                    os.close(fd)
+            self._stop.wait(_PAUSE_S)
 
     def _serve(self) -> None:
-        """Count once, when nobody writes; then evict whenever it is needed."""
-        recount_at, pause_s, is_counted = 0.0, _PAUSE_S, False
+        """Count now and then, when nobody writes; evict whenever it is needed."""
+        recount_at, pause_s = 0.0, _PAUSE_S
         while not self._stop.is_set():
-            if not is_counted and time.monotonic() >= recount_at:
+            if time.monotonic() >= recount_at:
                 is_counted = self._guarded(self._recount)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = _RECOUNT_S if is_counted else min(2 * pause_s, _LONGEST_PAUSE_S)
                 recount_at = time.monotonic() + pause_s
-            if self._budget.excess_bytes(HIGH_SHARE):
-                self._guarded(self._evict)
+            self._guarded(self._evict_if_needed)
             self._wake.wait(_PAUSE_S)
             self._wake.clear()
-
-    def _is_elected(self, fd: int) -> bool:
-        """Wait to be the one; nobody is told, the lock is freed with its holder."""
-        while not self._stop.is_set():
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._stop.wait(_PAUSE_S)
-            else:
-                return True
-        return False
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
         """Do one round; a fault of the file system ends the round, not the janitor."""
@@ -118,29 +113,25 @@ class Janitor:
         before = self._budget.usage()
         return self._budget.correct_if_quiet(collect(self._directory), before)
 
-    def _evict(self) -> bool:
+    def _evict_if_needed(self) -> bool:
+        if not self._budget.excess_bytes(HIGH_SHARE):
+            return False
         return evict(self._directory, self._budget, LOW_SHARE) > 0
 
 
 def collect(directory: StoreDirectory) -> int:
     """Remove what crashed writers left; return the bytes of what remains."""
-    total = 0
-    for file in stored_files(directory):
-        if is_temporary(file.name) and is_leftover(file.name, file.used_ns):
-            _unlink(file.path)
-        else:
-            total += file.size
-    return total
+    return sum(file.size for file in stored_files(directory) if not _is_collected(file))
 
 
 def evict(directory: StoreDirectory, budget: DiskBudget, share: float) -> int:
     """Delete what was used longest ago until `share` of the limits is kept; return the count.
 
-    Quarantined files go first. Counts what is there on the way, so the shared count is right
-    afterwards whatever crashed writers left in it.
+    Leftovers and quarantined files go first; a file that cannot be deleted is passed over. Counts
+    what is there on the way, so the shared count is right afterwards.
     """
     before = budget.usage()
-    files = sorted(stored_files(directory))
+    files = sorted(file for file in stored_files(directory) if not _is_collected(file))
     quarantined = [f for f in files if f.path.startswith(str(directory.quarantine))]
     budget.correct(sum(file.size for file in files), before)
     excess = budget.excess_bytes(share)
@@ -170,9 +161,16 @@ def stored_files(directory: StoreDirectory) -> Iterator[StoredFile]:
         yield StoredFile(state.st_atime_ns, state.st_size, entry.path, entry.name)
 
 
+def _is_collected(file: StoredFile) -> bool:
+    """Remove a file if a crashed writer left it; whether it did."""
+    is_left = is_temporary(file.name) and is_leftover(file.path, file.used_ns)
+    return is_left and _unlink(file.path)
+
+
 def _unlink(path: str) -> bool:
+    """Delete a file; whether it is this call that did."""
     try:
         Path(path).unlink()
-    except FileNotFoundError:
+    except OSError:
         return False
     return True

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _Job: TypeAlias = Callable[[], Awaitable[Presence]]
 _PART_BYTES: Final = 64 * 2**20
 """Larger chunks are uploaded in parts of this size."""
+_CLOSE_S: Final = 5.0
 _MAX_RETRIES: Final = 2
 _MAX_CONNECT_S: Final = 5.0
 _NO_ROOM: Final = (
@@ -123,7 +124,7 @@ class BucketStore:
                 return
             self._is_closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(timeout=_CLOSE_S)
 
     async def _read(self, chunk: ChunkBuffer) -> Presence:
         try:
@@ -195,7 +196,7 @@ class BucketStore:
             return ChunkCorrupt(self._name, str(error), [key])
         except TimeoutError:
             return TierTimeout(self._name, "no answer in time", [key])
-        except (BaseError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - one job must not end while others still write
             return self._fault(error, key)
 
     def _fault(self, error: Exception, key: ChunkKey) -> TierError:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstrata.core.chunk_label import Rank
+from kvstrata.core.outcomes import TierOutcome
 from kvstrata.errors import TierTimeout, TierUnavailable
-from kvstrata.hierarchy.tier_io import IOReport, TierIO, Verb
+from kvstrata.hierarchy.task_queue import Verb
+from kvstrata.hierarchy.tier_io import IOReport, TierIO
 from kvstrata.testing.chunks import a_label, content, empty, filled, within
 from kvstrata.testing.memory_store import MemoryStore
 from kvstrata.testing.tier_contract import TierContract
@@ -53,10 +55,10 @@ def test_a_batch_is_written_and_read_by_several_threads(
     store: MemoryStore, make_io: Callable[..., TierIO]
 ) -> None:
     io = make_io(store, num_threads=3)
-    io.submit(1, Verb.WRITE, [filled(label) for label in LABELS], within(10))
+    io.move(1, Verb.WRITE, [filled(label) for label in LABELS], within(10))
     (written,) = reports_of(io)
     buffers = [empty(label) for label in LABELS]
-    io.submit(2, Verb.READ, buffers, within(10))
+    io.move(2, Verb.READ, buffers, within(10))
     (read,) = reports_of(io)
 
     assert written.outcome.done == read.outcome.done == set(KEYS)
@@ -68,7 +70,7 @@ def test_a_batch_is_written_and_read_by_several_threads(
 def test_find_is_one_question(store: MemoryStore, make_io: Callable[..., TierIO]) -> None:
     io = make_io(store)
     store.write([filled(LABELS[0])], within(10))
-    io.submit(1, Verb.FIND, KEYS, within(10))
+    io.find(1, KEYS, within(10))
     (report,) = reports_of(io)
 
     assert report.outcome.done == {KEYS[0]}
@@ -77,7 +79,7 @@ def test_find_is_one_question(store: MemoryStore, make_io: Callable[..., TierIO]
 
 def test_an_empty_job_is_reported_too(store: MemoryStore, make_io: Callable[..., TierIO]) -> None:
     io = make_io(store)
-    io.submit(1, Verb.READ, [], within(10))
+    io.move(1, Verb.READ, [], within(10))
     (report,) = reports_of(io)
 
     assert not report.outcome.done
@@ -89,7 +91,7 @@ def test_a_hung_read_is_reported_at_its_deadline_and_released_later(
 ) -> None:
     io = make_io(DelayedStore(store, 0.6), num_threads=1)
     start = time.monotonic()
-    io.submit(1, Verb.READ, [empty(LABELS[0])], within(0.2))
+    io.move(1, Verb.READ, [empty(LABELS[0])], within(0.2))
     (late,) = reports_of(io)
 
     assert 0.2 <= time.monotonic() - start < 0.4
@@ -105,14 +107,55 @@ def test_a_hung_read_is_reported_at_its_deadline_and_released_later(
 def test_what_has_not_begun_by_the_deadline_is_never_begun(
     store: MemoryStore, make_io: Callable[..., TierIO]
 ) -> None:
-    io = make_io(DelayedStore(store, 0.3), num_threads=1)
-    io.submit(1, Verb.WRITE, [filled(label) for label in LABELS], within(0.1))
+    io = make_io(DelayedStore(store, 0.3), num_threads=2)
+    io.move(1, Verb.WRITE, [filled(label) for label in LABELS], within(0.1))
     (late,) = reports_of(io)
-    assert late.held == set(KEYS)
-    released = reports_of(io, count=len(LABELS))
+    assert set(late.outcome.failed) == set(KEYS)
+    assert late.held == {KEYS[0]}, "only what the medium has in its hands"
+    assert late.hurried == set(KEYS), "and the tier is not to blame"
+    (released,) = reports_of(io)
 
-    assert {key for report in released for key in report.released} == set(KEYS)
+    assert released.released == late.held
+    time.sleep(0.5)
     assert len(store.shelf) <= 1
+    assert io.num_pending == 0
+
+
+def test_a_read_does_not_wait_behind_writes_under_way(
+    store: MemoryStore, make_io: Callable[..., TierIO]
+) -> None:
+    class SlowWrites(WrappedStore):
+        def write(self, *arguments: object) -> object:  # type: ignore[override]
+            time.sleep(1.0)
+            return super().write(*arguments)  # type: ignore[arg-type]
+
+    store.write([filled(LABELS[0])], within(10))
+    io = make_io(SlowWrites(store), num_threads=2)
+    io.move(1, Verb.WRITE, [filled(label) for label in LABELS[1:]], within(10))
+    time.sleep(0.05)
+    start = time.monotonic()
+    io.move(2, Verb.READ, [empty(LABELS[0])], within(10))
+    (report,) = reports_of(io)
+
+    assert report.job_id == 2
+    assert report.outcome.done == {KEYS[0]}
+    assert time.monotonic() - start < 0.9
+
+
+@pytest.mark.parametrize("answer", [TierOutcome(), None, TierOutcome(frozenset({KEYS[5]}))])
+def test_an_answer_that_leaves_keys_out_is_a_fault(
+    store: MemoryStore, make_io: Callable[..., TierIO], answer: object
+) -> None:
+    class Vague(WrappedStore):
+        def read(self, *_: object) -> object:  # type: ignore[override]
+            return answer
+
+    io = make_io(Vague(store))
+    io.move(1, Verb.READ, [empty(LABELS[0])], within(10))
+    (report,) = reports_of(io)
+
+    assert set(report.outcome.failed) == {KEYS[0]}
+    assert not report.outcome.done
 
 
 def test_reads_overtake_writes(make_io: Callable[..., TierIO]) -> None:
@@ -129,8 +172,8 @@ def test_reads_overtake_writes(make_io: Callable[..., TierIO]) -> None:
             return super().read(*arguments)  # type: ignore[arg-type]
 
     io = make_io(Gated(MemoryStore(Rank())), num_threads=1)
-    io.submit(1, Verb.WRITE, [filled(label) for label in LABELS[:3]], within(10))
-    io.submit(2, Verb.READ, [empty(LABELS[0])], within(10))
+    io.move(1, Verb.WRITE, [filled(label) for label in LABELS[:3]], within(10))
+    io.move(2, Verb.READ, [empty(LABELS[0])], within(10))
     gate.set()
     reports_of(io, count=2)
 
@@ -145,9 +188,9 @@ def test_a_stores_bug_is_a_fault_and_the_thread_goes_on(
             raise RuntimeError("a bug")
 
     io = make_io(Buggy(store), num_threads=1)
-    io.submit(1, Verb.READ, [empty(LABELS[0])], within(10))
+    io.move(1, Verb.READ, [empty(LABELS[0])], within(10))
     (report,) = reports_of(io)
-    io.submit(2, Verb.WRITE, [filled(LABELS[0])], within(10))
+    io.move(2, Verb.WRITE, [filled(LABELS[0])], within(10))
     (after,) = reports_of(io)
 
     assert isinstance(report.outcome.failed[KEYS[0]], TierUnavailable)
@@ -159,7 +202,7 @@ def test_faults_concern_their_keys_alone(
     store: MemoryStore, make_io: Callable[..., TierIO]
 ) -> None:
     io = make_io(FailingStore(store, lambda key: key == KEYS[2]))
-    io.submit(1, Verb.WRITE, [filled(label) for label in LABELS], within(10))
+    io.move(1, Verb.WRITE, [filled(label) for label in LABELS], within(10))
     (report,) = reports_of(io)
 
     assert set(report.outcome.failed) == {KEYS[2]}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,8 +17,6 @@ from kvstrata.testing.chunks import a_namespace
 from kvstrata.tiers.file_layout import StoreDirectory, temporary_path
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .conftest import MadeStore
 
 SIZE = 14_096
@@ -80,29 +77,23 @@ def test_the_quarantine_goes_first(store: MadeStore) -> None:
 
 def test_leftovers_go_and_running_writers_stay(store: MadeStore) -> None:
     folder = store.path(1).parent
-    ours = temporary_path(folder)
-    stale, fresh = folder / ".elsewhere-1-1.tmp", folder / ".elsewhere-1-2.tmp"
-    gone = folder / ours.name.replace(str(os.getpid()), str(ended_process()))
-    for path in (ours, stale, fresh, gone):
+    alive, gone, fresh = (Path(temporary_path(folder)) for _ in range(3))
+    for path in (alive, gone, fresh):
         path.write_bytes(b"x" * 10)
-    os.utime(stale, (0, 0))
+    for path in (alive, gone):
+        os.utime(path, (0, 0))
 
-    done = collect_garbage(store.root, 10 * SIZE)
+    with alive.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = collect_garbage(store.root, 10 * SIZE)
 
-    assert done.leftovers == Totals(2, 20)
-    assert (ours.exists(), fresh.exists()) == (True, True)
-    assert (stale.exists(), gone.exists()) == (False, False)
+    assert done.leftovers == Totals(1, 10)
+    assert [path.exists() for path in (alive, gone, fresh)] == [True, False, True]
     assert counted(store) == 3 * SIZE + 20
 
 
-def ended_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
 def test_running_writers_can_keep_the_quota_from_being_reached(store: MadeStore) -> None:
-    temporary_path(store.path(1).parent).write_bytes(b"x" * 100)
+    Path(temporary_path(store.path(1).parent)).write_bytes(b"x" * 100)
 
     done = collect_garbage(store.root, 50)
 

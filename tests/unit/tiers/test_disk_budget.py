@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import threading
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstrata.tiers.disk_budget import BudgetSpent, DiskBudget, Limits, Usage
+from kvstrata.tiers.disk_budget import BudgetSpent, DiskBudget, Limits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +94,8 @@ def test_the_daily_budget_starts_anew_each_day(
     now[0] += 86_400
     budget.reserve(10)
 
-    assert budget.usage() == Usage(10, int(now[0]) // 86_400, 10)
+    usage = budget.usage()
+    assert (usage.used_bytes, usage.written_bytes) == (10, 10)
 
 
 def test_a_scan_puts_the_count_right(tmp_path: Path) -> None:
@@ -112,3 +114,32 @@ def test_close_is_idempotent(tmp_path: Path) -> None:
     budget = DiskBudget(tmp_path / "usage", Limits())
     budget.close()
     budget.close()
+
+
+def test_removals_during_a_scan_are_not_subtracted_twice(tmp_path: Path) -> None:
+    budget = DiskBudget(tmp_path / "usage", Limits(quota_bytes=1000))
+    budget.reserve(900)
+    before = budget.usage()
+    budget.release(600)
+    budget.correct(300, before)
+
+    assert budget.usage().used_bytes == 300
+
+
+def test_a_count_is_only_corrected_when_nothing_changed(tmp_path: Path) -> None:
+    budget = DiskBudget(tmp_path / "usage", Limits())
+    before = budget.usage()
+    budget.reserve(5)
+    budget.release(5)
+    assert not budget.correct_if_quiet(100, before)
+    assert budget.correct_if_quiet(100, budget.usage())
+    assert budget.usage().used_bytes == 100
+
+
+def test_nobody_waits_for_a_holder_that_hangs(tmp_path: Path) -> None:
+    budget = DiskBudget(tmp_path / "usage", Limits())
+    with (tmp_path / "usage").open("rb+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="stayed locked"):
+            budget.reserve(1)
+    budget.reserve(1)

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +25,6 @@ from kvstrata.tiers.janitor import evict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from kvstrata.core.ids import ChunkKey
 
@@ -140,16 +144,15 @@ def test_a_full_store_refuses_and_then_makes_room(tmp_path: Path) -> None:
     store = make(path, quota=ByteSize(quota), min_free=ByteSize(0), durability="none")
     refused = 0
     for number in range(200):
-        outcome = store.write([filled(a_label(number))], within(10))
+        chunk = filled(a_label(number))
+        outcome = store.write([chunk], within(10))
         refused += len(outcome.failed)
         assert all(isinstance(error, TierFull) for error in outcome.failed.values())
         assert sizes(path) <= quota + 4096 + 10_000, "one chunk per writer"
         if outcome.failed:
-            wait_until(lambda: sizes(path) <= quota * 0.9)
+            wait_until(lambda chunk=chunk: bool(store.write([chunk], within(10)).done))  # type: ignore[misc]
 
     assert 0 < refused < 200
-    newest = a_label(199)
-    assert store.write([filled(newest)], within(10)).done == {newest.key}
     store.close()
 
 
@@ -158,6 +161,9 @@ def test_what_was_used_last_is_kept(tmp_path: Path) -> None:
     store = make(path, min_free=ByteSize(0), durability="none")
     labels = [a_label(n) for n in range(20)]
     store.write([filled(label) for label in labels], within(10))
+    for age, label in enumerate(reversed(labels), start=1):
+        (file,) = path.glob(f"namespaces/*/*/{label.key.hex()}.*")
+        os.utime(file, (time.time() - age, time.time() - age))
     store.read([empty(label) for label in labels[:5]], within(10))
     directory = StoreDirectory(path)
     budget = DiskBudget(directory.usage, Limits(quota_bytes=10 * (4096 + 10_000)))
@@ -175,19 +181,106 @@ def test_leftovers_of_dead_writers_are_collected_and_the_count_put_right(tmp_pat
     store.write([filled(a_label(1))], within(10))
     store.close()
     folder = next(path.glob("namespaces/*/*"))
-    mine = temporary_path(folder)
-    dead = folder / mine.name.replace(f"-{os.getpid()}-", "-999999999-")
-    for leftover in (mine, dead):
-        leftover.write_bytes(bytes(1000))
+    alive, dead, new = (Path(temporary_path(folder)) for _ in range(3))
+    for file in (alive, dead, new):
+        file.write_bytes(bytes(1000))
+    for file in (alive, dead):
+        os.utime(file, (time.time() - 60, time.time() - 60))
     DiskBudget(path / "usage", Limits()).reserve(10**9)
 
-    second = make(path)
-    budget = DiskBudget(path / "usage", Limits())
-    wait_until(lambda: budget.usage().used_bytes == 4096 + 10_000 + 1000)
+    with alive.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        second = make(path)
+        budget = DiskBudget(path / "usage", Limits())
+        wait_until(lambda: budget.usage().used_bytes == 4096 + 10_000 + 2000)
 
-    assert mine.exists(), "its writer is alive"
-    assert not dead.exists()
+        assert alive.exists(), "its writer holds its lock"
+        assert new.exists(), "its writer may be about to lock it"
+        assert not dead.exists()
     second.close()
+
+
+def test_leftovers_are_collected_before_anything_is_evicted(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = make(path, min_free=ByteSize(0), durability="none")
+    store.write([filled(a_label(n)) for n in range(5)], within(10))
+    folder = next(path.glob("namespaces/*/*"))
+    for _ in range(9):
+        leftover = Path(temporary_path(folder))
+        leftover.write_bytes(bytes(100_000))
+        os.utime(leftover, (time.time() - 60, time.time() - 60))
+    directory = StoreDirectory(path)
+
+    evicted = evict(directory, DiskBudget(directory.usage, Limits(quota_bytes=100_000)), 1.0)
+
+    assert evicted == 0, "what the dead writers left was enough"
+    assert not list(path.rglob("*.tmp"))
+    store.close()
+
+
+def test_a_file_that_cannot_be_deleted_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = make(path, min_free=ByteSize(0), durability="none")
+    store.write([filled(a_label(n)) for n in range(5)], within(10))
+    (oldest,) = path.glob(f"namespaces/*/*/{a_label(0).key.hex()}.*")
+    os.utime(oldest, (0, 0))
+    subprocess.run(["/usr/bin/chattr", "+i", str(oldest)], check=True)
+    directory = StoreDirectory(path)
+    try:
+        count = evict(directory, DiskBudget(directory.usage, Limits(quota_bytes=30_000)), 1.0)
+    finally:
+        subprocess.run(["/usr/bin/chattr", "-i", str(oldest)], check=True)
+
+    assert count == 3
+    assert oldest.exists()
+    store.close()
+
+
+def test_many_processes_may_make_a_store_at_the_same_time(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path;"
+        "from kvstrata.tiers.file_layout import StoreDirectory;"
+        "[StoreDirectory(Path(sys.argv[1]) / str(n)).prepare() for n in range(40)]"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    processes = [subprocess.Popen(command) for _ in range(4)]
+
+    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0, 0]
+
+
+def test_a_read_only_store_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path / "store", durability="none")
+    good, bad = a_label(1), a_label(2)
+    store.write([filled(good), filled(bad)], within(10))
+    Directory(tmp_path / "store").damage(bad.key, lambda raw: raw[:-1])
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(os, "utime", read_only)
+    monkeypatch.setattr(os, "rename", read_only)
+    outcome = store.read([empty(good), empty(bad)], within(10))
+
+    assert outcome.done == {good.key}
+    assert isinstance(outcome.failed[bad.key], ChunkCorrupt), "though it could not be moved away"
+    store.close()
+
+
+def test_a_write_that_was_published_stays_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path / "store", durability="full")
+    label = a_label(1)
+
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    assert isinstance(store.write([filled(label)], within(10)).failed[label.key], TierUnavailable)
+
+    used = DiskBudget(tmp_path / "store" / "usage", Limits()).usage().used_bytes
+    assert used == sizes(tmp_path / "store")
+    store.close()
 
 
 def test_files_of_another_owner_are_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,352 @@
+"""What the filesystem tier reaches of what its file system gives, and how fast it finds its keys.
+
+The measure is plain system calls: the same threads, sizes, flags and buffers, each file made aside
+and renamed, but no checksum, header, limit or note of use. Both take turns on the same files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import random
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstrata.bench.report import Goal, Report, Series, fastest_s
+from kvstrata.config.schema import FilesystemTierConfig
+from kvstrata.core.chunk_label import ChunkBuffer, ChunkLabel, Namespace, Rank
+from kvstrata.core.ids import BlockHash, ChunkKey, GroupId, chunk_key
+from kvstrata.core.layout import GroupKind
+from kvstrata.core.outcomes import Deadline
+from kvstrata.core.spans import TokenSpan, ceil_div
+from kvstrata.tiers.chunk_file import takes_direct_io
+from kvstrata.tiers.chunk_format import HEADER_BYTES
+from kvstrata.tiers.file_index import complete_keys
+from kvstrata.tiers.file_layout import StoreDirectory, file_name
+from kvstrata.tiers.filesystem import FilesystemStore
+from kvstrata.tiers.host_arena import HostArena
+from kvstrata.tiers.room import PAGE_BYTES, Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvstrata.config.schema import Durability
+
+    Move = Callable[[Sequence[ChunkBuffer]], None]
+
+KIB: Final = 2**10
+MIB: Final = 2**20
+_SHARE: Final = 0.9
+_LIST_S: Final = 10.0
+_LISTINGS: Final = 3
+_DEADLINE_S: Final = 600.0
+_NAMESPACE: Final = Namespace("bench", "bench", "bench", "sha256")
+_DURABILITIES: Final[tuple[Durability, ...]] = ("none", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is moved and listed."""
+
+    chunk_sizes: tuple[int, ...] = (256 * KIB, 4 * MIB, 32 * MIB)
+    total_bytes: int = 256 * MIB
+    """Written and read in each round."""
+    num_threads: int = 4
+    num_rounds: int = 5
+    """The fastest counts."""
+    settle_s: float = 6.0
+    """Pause after files were deleted: for 5 s ext4 steps around their inodes, one by one."""
+    num_listed: int = 1_000_000
+    """Chunks of which the names are listed."""
+
+
+class Seconds(NamedTuple):
+    """How long a round, or the fastest of several, took."""
+
+    plain_write: float
+    tier_write: float
+    plain_read: float
+    tier_read: float
+
+    @property
+    def write_share(self) -> float:
+        """Of what plain calls reach."""
+        return self.plain_write / self.tier_write
+
+    @property
+    def read_share(self) -> float:
+        """Of what plain calls reach."""
+        return self.plain_read / self.tier_read
+
+
+class Listing(NamedTuple):
+    """What it took to make empty files named like chunks, and to list them."""
+
+    make_s: float
+    list_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How plain files are used."""
+
+    direct: bool
+    """Past the page cache."""
+    sync: bool
+    """Before a file gets its name."""
+
+
+class PlainFiles:
+    """Chunks as files through system calls alone.
+
+    Args:
+        directory: where the files lie; laid out as a store, and made if missing.
+        keys: all that will be asked for.
+        options: how files are used.
+    """
+
+    def __init__(
+        self, directory: StoreDirectory, keys: Sequence[ChunkKey], options: Options
+    ) -> None:
+        paths = {key: directory.chunk(_NAMESPACE, key, Rank()) for key in keys}
+        for path in paths.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._paths = {key: str(path) for key, path in paths.items()}
+        self._flags = os.O_CLOEXEC | (os.O_DIRECT if options.direct else 0)
+        self._sync = options.sync
+
+    def write(self, chunks: Sequence[ChunkBuffer]) -> None:
+        """Make each file aside, and rename it."""
+        header = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        for chunk in chunks:
+            path = self._paths[chunk.label.key]
+            flags = self._flags | os.O_CREAT | os.O_EXCL | os.O_WRONLY
+            fd = os.open(f"{path}.tmp", flags, 0o600)
+            count = os.pwritev(fd, [header, *chunk.parts], 0)
+            assert count == HEADER_BYTES + chunk.label.payload_bytes
+            if self._sync:
+                os.fdatasync(fd)
+            os.close(fd)
+            os.rename(f"{path}.tmp", path)  # noqa: PTH104 - the system call alone
+
+    def read(self, chunks: Sequence[ChunkBuffer]) -> None:
+        """Fill the buffers."""
+        header = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        for chunk in chunks:
+            fd = os.open(self._paths[chunk.label.key], self._flags | os.O_RDONLY)
+            count = os.preadv(fd, [header, *chunk.parts], 0)
+            assert count == HEADER_BYTES + chunk.label.payload_bytes
+            os.close(fd)
+
+
+class Contest:
+    """The tier and plain calls, in turns.
+
+    Args:
+        folder: holds a store for each side.
+        buffers: the memory of one chunk each.
+        durability: of the tier; the plain side syncs alike.
+        num_threads: on either side.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        buffers: Sequence[memoryview],
+        *,
+        durability: Durability,
+        num_threads: int,
+    ) -> None:
+        config = FilesystemTierConfig(path=str(folder / "tier"), durability=durability)
+        self._tier_folder = StoreDirectory(folder / "tier")
+        self._plain_folder = StoreDirectory(folder / "plain")
+        self._buffers = buffers
+        self._num_threads = num_threads
+        self._options = Options(direct=takes_direct_io(folder), sync=durability != "none")
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._store = FilesystemStore(config, _NAMESPACE, Rank())
+
+    def round(self, number: int) -> Seconds:
+        """Write and read new chunks on both sides; who begins changes from round to round.
+
+        Nothing is deleted, so that no round pays for what another left.
+        """
+        chunks = self._chunks(number)
+        keys = [chunk.label.key for chunk in chunks]
+        plain = PlainFiles(self._plain_folder, keys, self._options)
+        same_files = PlainFiles(self._tier_folder, keys, self._options)
+        return Seconds(
+            *self._in_turns(number, chunks, (plain.write, self._tier_write)),
+            *self._in_turns(number, chunks, (same_files.read, self._tier_read)),
+        )
+
+    def close(self) -> None:
+        """Let go of threads and files."""
+        self._pool.shutdown()
+        self._store.close()
+
+    def _chunks(self, number: int) -> list[ChunkBuffer]:
+        keys = _keys(len(self._buffers), seed=number)
+        return [
+            ChunkBuffer(_label(key, view.nbytes), (view,))
+            for key, view in zip(keys, self._buffers, strict=True)
+        ]
+
+    def _in_turns(
+        self, number: int, chunks: Sequence[ChunkBuffer], sides: tuple[Move, Move]
+    ) -> tuple[float, float]:
+        if number % 2:
+            first, second = sides
+            return self._timed(first, chunks), self._timed(second, chunks)
+        second_s, first_s = (self._timed(side, chunks) for side in reversed(sides))
+        return first_s, second_s
+
+    def _timed(self, move: Move, chunks: Sequence[ChunkBuffer]) -> float:
+        shares = [chunks[start :: self._num_threads] for start in range(self._num_threads)]
+        start_s = time.perf_counter()
+        for _ in self._pool.map(move, shares):
+            pass
+        return time.perf_counter() - start_s
+
+    def _tier_write(self, chunks: Sequence[ChunkBuffer]) -> None:
+        outcome = self._store.write(chunks, _soon())
+        assert len(outcome.done) == len(chunks), outcome.failed
+
+    def _tier_read(self, chunks: Sequence[ChunkBuffer]) -> None:
+        outcome = self._store.read(chunks, _soon())
+        assert len(outcome.done) == len(chunks), outcome.failed
+
+
+def run(scale: Scale | None = None, folder: Path | None = None) -> Report:
+    """Measure in a temporary directory inside `folder`, by default the current one."""
+    scale = scale or Scale()
+    with _temporary(folder or Path()) as place:
+        mode = "direct" if takes_direct_io(place) else "buffered"
+        results = {
+            durability: measure_sizes(place, scale, durability) for durability in _DURABILITIES
+        }
+        listing = measure_listing(place, scale.num_listed)
+    return Report(
+        name="filesystem",
+        setting=(
+            f"{scale.total_bytes // MIB} MiB in chunks of each size, {scale.num_threads} threads, "
+            f"{mode} I/O, checksums on, goals at durability none; shares of what plain system "
+            f"calls reach on the same files, fastest of {scale.num_rounds} rounds in turns; "
+            f"{scale.num_listed:,} chunks listed, one rank, made in {listing.make_s:.3g} s; "
+            f"{_about_vllm()}"
+        ),
+        goals=(
+            *_share_goals(results["none"]),
+            Goal(f"list {scale.num_listed:,} chunks", listing.list_s, _LIST_S, "s"),
+        ),
+        series=tuple(
+            _throughput(durability, scale.total_bytes, rows) for durability, rows in results.items()
+        ),
+    )
+
+
+def measure_sizes(folder: Path, scale: Scale, durability: Durability) -> dict[int, Seconds]:
+    """The fastest of several rounds with each size of chunk."""
+    return {size: measure(folder, scale, size, durability) for size in scale.chunk_sizes}
+
+
+def measure(folder: Path, scale: Scale, chunk_bytes: int, durability: Durability) -> Seconds:
+    """The fastest of several rounds with one size of chunk."""
+    place = folder / f"{durability}-{chunk_bytes}"
+    place.mkdir()
+    num_chunks = max(scale.num_threads, scale.total_bytes // chunk_bytes)
+    with ExitStack() as stack:
+        buffers = stack.enter_context(_filled_buffers(num_chunks, chunk_bytes))
+        contest = Contest(place, buffers, durability=durability, num_threads=scale.num_threads)
+        stack.enter_context(closing(contest))
+        rounds = [contest.round(number) for number in range(scale.num_rounds)]
+    shutil.rmtree(place)
+    time.sleep(scale.settle_s)
+    return Seconds(*map(min, zip(*rounds, strict=True)))
+
+
+def measure_listing(folder: Path, num_chunks: int) -> Listing:
+    """Make empty files named like chunks, and list which chunks are complete."""
+    namespace = StoreDirectory(folder).namespace(_NAMESPACE.fingerprint)
+    for number in range(256):
+        (namespace / f"{number:02x}").mkdir(parents=True)
+    start = time.perf_counter()
+    for key in _keys(num_chunks):
+        path = f"{namespace}/{key[:1].hex()}/{file_name(key, Rank())}"
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    make_s = time.perf_counter() - start
+    assert len(complete_keys(namespace, 1)) == num_chunks
+    return Listing(make_s, fastest_s(lambda: complete_keys(namespace, 1), repeats=_LISTINGS))
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    place = Path(tempfile.mkdtemp(prefix=".kvstrata-bench-", dir=folder))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
+
+
+@contextmanager
+def _filled_buffers(count: int, num_bytes: int) -> Iterator[tuple[memoryview, ...]]:
+    """Memory with random bytes, from an arena as the host tier has it."""
+    num_pages = ceil_div(num_bytes, PAGE_BYTES)
+    with closing(HostArena(count * num_pages * PAGE_BYTES)) as arena:
+        views = arena.parts(
+            Extent(first, num_pages) for first in range(0, count * num_pages, num_pages)
+        )
+        payload = random.randbytes(num_pages * PAGE_BYTES)  # noqa: S311 - filler
+        for view in views:
+            view[:] = payload
+        try:
+            yield views
+        finally:
+            for view in views:
+                view.release()
+
+
+def _keys(count: int, *, seed: int = 0) -> Iterator[ChunkKey]:
+    source = random.Random(seed)  # noqa: S311 - names, no secrets
+    for _ in range(count):
+        yield chunk_key(BlockHash(source.randbytes(32)), GroupId(0))
+
+
+def _label(key: ChunkKey, payload_bytes: int) -> ChunkLabel:
+    return ChunkLabel(key, GroupKind.FULL, 16, TokenSpan(0, 16), BlockHash(b""), payload_bytes)
+
+
+def _soon() -> Deadline:
+    return Deadline(time.monotonic() + _DEADLINE_S)
+
+
+def _about_vllm() -> str:
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM not installed"
+    return "vLLM's own filesystem tier not measured"
+
+
+def _share_goals(results: dict[int, Seconds]) -> Iterator[Goal]:
+    for size, took in results.items():
+        for name, share in (("write", took.write_share), ("read", took.read_share)):
+            title = f"{name} chunks of {size // KIB:,} KiB"
+            yield Goal(title, share, _SHARE, "of plain calls", "at least")
+
+
+def _throughput(durability: Durability, num_bytes: int, results: dict[int, Seconds]) -> Series:
+    def row(took: Seconds) -> tuple[float, ...]:
+        return (*(num_bytes / 1e9 / s for s in took), took.write_share, took.read_share)
+
+    return Series(
+        f"Durability {durability}, GB/s and shares",
+        "chunk bytes",
+        ("plain write", "tier write", "plain read", "tier read", "write share", "read share"),
+        tuple((size, row(took)) for size, took in results.items()),
+    )
