@@ -169,7 +169,7 @@ class Contest:
         self._plain_folder = StoreDirectory(folder / "plain")
         self._buffers = buffers
         self._num_threads = num_threads
-        self._options = Options(direct=takes_direct_io(folder), sync=durability != "none")
+        self._options = Options(direct=takes_direct_io(str(folder)), sync=durability != "none")
         self._pool = ThreadPoolExecutor(num_threads)
         self._store = FilesystemStore(config, _NAMESPACE, Rank())
 
@@ -228,7 +228,7 @@ def run(scale: Scale | None = None, folder: Path | None = None) -> Report:
     """Measure in a temporary directory inside `folder`, by default the current one."""
     scale = scale or Scale()
     with _temporary(folder or Path()) as place:
-        mode = "direct" if takes_direct_io(place) else "buffered"
+        mode = "direct" if takes_direct_io(str(place)) else "buffered"
         results = {
             durability: measure_sizes(place, scale, durability) for durability in _DURABILITIES
         }

@@ -157,14 +157,5 @@ def key_name(key: ChunkKey) -> str:
     return key.hex()
 
 
-def key_from_name(name: str) -> ChunkKey:
-    """The key behind a name.
-
-    Raises:
-        ValueError: it is no such name.
-    """
-    return ChunkKey(bytes.fromhex(name))
-
-
 def _shown(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else repr(value)

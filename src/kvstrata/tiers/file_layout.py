@@ -128,15 +128,6 @@ class StoreDirectory:
             temporary.unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkFile:
-    """A chunk's file as its name tells it."""
-
-    path: str
-    key: ChunkKey
-    rank: Rank
-
-
 def file_name(key: ChunkKey, rank: Rank) -> str:
     """A chunk's file name."""
     return f"{key.hex()}.{rank.index}of{rank.count}"
