@@ -24,11 +24,12 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 check: lint ## style, types, layers and the quick tests: under two minutes
-	$(BIN)/pytest -q -n 2 -m "not slow" tests
+	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit tests/property
 
-test: lint ## everything: style, types, layers, all tests with coverage, 5,000 examples per property
-	$(BIN)/pytest -q -n 2 tests --cov --cov-config=pyproject.toml \
+test: lint ## everything: style, types, layers, all tests with coverage, faults, 5,000 examples per property
+	$(BIN)/pytest -q -n 2 tests --ignore tests/chaos --cov --cov-config=pyproject.toml \
 	  --cov-report=term-missing:skip-covered
+	$(BIN)/pytest -q tests/chaos
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -q -n 2 --timeout 900 -o faulthandler_timeout=0 \
 	  tests/property
 

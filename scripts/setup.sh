@@ -14,6 +14,10 @@ debian_package() {
   $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$1"
 }
 
+debian_command() {
+  command -v "$1" >/dev/null || debian_package "$2"
+}
+
 python=${PYTHON:-python3}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
   say "kvstrata needs Python 3.11 or later; '$python' is not. Set PYTHON=/path/to/python3.11"
@@ -24,8 +28,12 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
 fi
 
 # Servers that the tests start.
-command -v redis-server >/dev/null || debian_package redis-server
-command -v openssl >/dev/null || debian_package openssl
+debian_command redis-server redis-server
+debian_command openssl openssl
+# What they injure real components with: file systems, networks, files that cannot be deleted.
+debian_command fusermount3 fuse3
+debian_command ip iproute2
+debian_command chattr e2fsprogs
 
 if [ ! -x .venv/bin/python ]; then
   say "making the virtual environment .venv"

@@ -63,7 +63,11 @@ class NewChunkFile:
         self._temporary = temporary_path(os.path.dirname(path))  # noqa: PTH120 - a string is faster
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         self._fd = os.open(self._temporary, flags | (_DIRECT if self._direct else 0), 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells that its writer lives
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells that its writer lives
+        except OSError:
+            self.__exit__()
+            raise
 
     @property
     def is_published(self) -> bool:
@@ -145,7 +149,8 @@ def takes_direct_io(folder: str) -> bool:
     try:
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | _DIRECT, 0o600)
     except OSError:
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only mount refuses this as well
+            Path(path).unlink(missing_ok=True)
         return False
     try:
         return os.pwrite(fd, _header_page(), 0) == PAGE_BYTES

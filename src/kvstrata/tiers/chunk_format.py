@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import xxhash
 
-from kvstrata.core.ids import ChunkKey
 from kvstrata.core.layout import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstrata.core.chunk_label import ChunkLabel, Namespace, Rank
+    from kvstrata.core.ids import ChunkKey
 
 MAGIC: Final = b"KVSTRATA"
 VERSION: Final = 1

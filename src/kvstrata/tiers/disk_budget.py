@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -181,9 +181,10 @@ class DiskBudget:
     def close(self) -> None:
         """Let go of the file. Does nothing on successive calls."""
         with self._mutex:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                with suppress(OSError):  # of a file system that is gone; it is freed all the same
+                    os.close(fd)
 
     def _check(self, usage: Usage, num_bytes: int, free: int) -> None:
         limits = self._limits

@@ -124,8 +124,10 @@ class StoreDirectory:
             self.manifest.hardlink_to(temporary)
         except FileExistsError:
             pass  # another process was first
+        except OSError:  # no hard links here; all who come at once write the same
+            temporary.replace(self.manifest)
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
 
 
 def file_name(key: ChunkKey, rank: Rank) -> str:

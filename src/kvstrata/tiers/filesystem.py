@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,7 @@ from kvstrata.core.outcomes import TierOutcome
 from kvstrata.errors import (
     ChunkCorrupt,
     ClosedError,
+    ConfigError,
     TierError,
     TierFull,
     TierTimeout,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _NOTE_S: Final = 60.0
 """Recency is kept to the minute."""
 _MOST_NOTED: Final = 65_536
+_LONGEST_CLOSE_S: Final = 1.0
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -62,10 +65,15 @@ class FilesystemStore:
         self._directory.prepare()
         self._folder = self._directory.namespace(namespace.fingerprint)
         self._folder_text = str(self._folder)
-        self._make_folders()
-        self._direct = takes_direct_io(f"{self._folder}/00")  # where leftovers are collected
         limits = Limits(config.quota, config.min_free, config.daily_writes)
-        self._budget = DiskBudget(self._directory.usage, limits)
+        try:
+            self._make_folders()
+            self._direct = takes_direct_io(f"{self._folder}/00")  # where leftovers are collected
+            self._budget = DiskBudget(self._directory.usage, limits)
+        except OSError as error:
+            raise ConfigError(
+                "path", f"{config.path} cannot be used: {error.strerror}", "a writable directory"
+            ) from error
         self._janitor = Janitor(self._directory, self._budget)
         self._uses = _Uses()
         self._is_closed = False
@@ -92,7 +100,10 @@ class FilesystemStore:
         """Stop the janitor and let go of files. Does nothing on successive calls."""
         self._is_closed = True
         self._janitor.close()
-        self._budget.close()
+        # Closing a file waits for its file system too, and that may hang.
+        closing = threading.Thread(target=self._budget.close, name="kvstrata-close", daemon=True)
+        closing.start()
+        closing.join(_LONGEST_CLOSE_S)
 
     def _each(
         self, keys: Iterable[ChunkKey], deadline: Deadline, act: Callable[[ChunkKey], None]
