@@ -6,7 +6,6 @@ and renamed, but no checksum, header, limit or note of use. Both take turns on t
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import random
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata.bench.report import Goal, Report, Series, fastest_s
+from kvstrata.bench.vllm_files import VllmFiles, describe_vllm, vllm_file_calls
 from kvstrata.config.schema import FilesystemTierConfig
 from kvstrata.core.chunk_label import ChunkBuffer, ChunkLabel, Namespace, Rank
 from kvstrata.core.ids import BlockHash, ChunkKey, GroupId, chunk_key
@@ -74,6 +74,9 @@ class Seconds(NamedTuple):
     tier_write: float
     plain_read: float
     tier_read: float
+    vllm_write: float
+    """Infinite where vLLM is not installed."""
+    vllm_read: float
 
     @property
     def write_share(self) -> float:
@@ -167,6 +170,8 @@ class Contest:
         config = FilesystemTierConfig(path=str(folder / "tier"), durability=durability)
         self._tier_folder = StoreDirectory(folder / "tier")
         self._plain_folder = StoreDirectory(folder / "plain")
+        self._vllm_folder = folder / "vllm"
+        self._calls = vllm_file_calls() if durability == "none" else None
         self._buffers = buffers
         self._num_threads = num_threads
         self._options = Options(direct=takes_direct_io(str(folder)), sync=durability != "none")
@@ -182,10 +187,11 @@ class Contest:
         keys = [chunk.label.key for chunk in chunks]
         plain = PlainFiles(self._plain_folder, keys, self._options)
         same_files = PlainFiles(self._tier_folder, keys, self._options)
-        return Seconds(
+        sides = (
             *self._in_turns(number, chunks, (plain.write, self._tier_write)),
             *self._in_turns(number, chunks, (same_files.read, self._tier_read)),
         )
+        return Seconds(*sides, *self._peer(chunks))
 
     def close(self) -> None:
         """Let go of threads and files."""
@@ -198,6 +204,13 @@ class Contest:
             ChunkBuffer(_label(key, view.nbytes), (view,))
             for key, view in zip(keys, self._buffers, strict=True)
         ]
+
+    def _peer(self, chunks: Sequence[ChunkBuffer]) -> tuple[float, float]:
+        """VLLM's seconds for the same work, where it is installed."""
+        if self._calls is None:
+            return float("inf"), float("inf")
+        files = VllmFiles(self._calls, self._vllm_folder, direct=self._options.direct)
+        return self._timed(files.write, chunks), self._timed(files.read, chunks)
 
     def _in_turns(
         self, number: int, chunks: Sequence[ChunkBuffer], sides: tuple[Move, Move]
@@ -240,7 +253,7 @@ def run(scale: Scale | None = None, folder: Path | None = None) -> Report:
             f"{mode} I/O, checksums on, goals at durability none; shares of what plain system "
             f"calls reach on the same files, fastest of {scale.num_rounds} rounds in turns; "
             f"{scale.num_listed:,} chunks listed, one rank, made in {listing.make_s:.3g} s; "
-            f"{_about_vllm()}"
+            f"{describe_vllm(vllm_file_calls())}"
         ),
         goals=(
             *_share_goals(results["none"]),
@@ -327,12 +340,6 @@ def _soon() -> Deadline:
     return Deadline(time.monotonic() + _DEADLINE_S)
 
 
-def _about_vllm() -> str:
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM not installed"
-    return "vLLM's own filesystem tier not measured"
-
-
 def _share_goals(results: dict[int, Seconds]) -> Iterator[Goal]:
     for size, took in results.items():
         for name, share in (("write", took.write_share), ("read", took.read_share)):
@@ -342,11 +349,11 @@ def _share_goals(results: dict[int, Seconds]) -> Iterator[Goal]:
 
 def _throughput(durability: Durability, num_bytes: int, results: dict[int, Seconds]) -> Series:
     def row(took: Seconds) -> tuple[float, ...]:
-        return (*(num_bytes / 1e9 / s for s in took), took.write_share, took.read_share)
+        speeds = [num_bytes / 1e9 / seconds for seconds in took]
+        return (*speeds[:4], took.write_share, took.read_share, *(s for s in speeds[4:] if s))
 
-    return Series(
-        f"Durability {durability}, GB/s and shares",
-        "chunk bytes",
-        ("plain write", "tier write", "plain read", "tier read", "write share", "read share"),
-        tuple((size, row(took)) for size, took in results.items()),
-    )
+    columns = ["plain write", "tier write", "plain read", "tier read", "write share", "read share"]
+    rows = tuple((size, row(took)) for size, took in results.items())
+    if any(len(values) > len(columns) for _, values in rows):
+        columns += ["vLLM write", "vLLM read"]
+    return Series(f"Durability {durability}, GB/s and shares", "chunk bytes", tuple(columns), rows)
