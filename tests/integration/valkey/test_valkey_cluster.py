@@ -48,7 +48,8 @@ def test_moved_chunks_are_followed(own_cluster: list[ServerProcess], open_store:
     _move_the_only_value(own_cluster)
 
     buffer = empty(label)
-    assert store.read([buffer], within(10)).done == {label.key}
+    outcome = store.read([buffer], within(10))
+    assert outcome.done == {label.key}, (outcome.absent, outcome.failed)
     assert content(buffer) == content(filled(label))
     assert store.find([label.key], within(10)).done == {label.key}
 
@@ -111,7 +112,8 @@ def _move_the_only_value(servers: list[ServerProcess]) -> None:
     source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
     port = servers[clients.index(target)].port
     source.execute_command("MIGRATE", HOST, port, name, 0, 5000)
-    for client in (target, source):
+    others = [client for client in clients if client not in (target, source)]
+    for client in (target, source, *others):  # the others would hear of it only later
         client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
     for client in clients:
         client.close()
