@@ -273,7 +273,7 @@ class TierContract:
             store.remove([label.key], late),
         ):
             assert isinstance(outcome.failed[label.key], TierTimeout)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 5
         assert store.read([empty(label)], within(10)).done == {label.key}
 
     def test_close_is_final_and_idempotent(self, store: ChunkStore) -> None:

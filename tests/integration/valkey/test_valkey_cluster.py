@@ -81,7 +81,7 @@ def test_a_hanging_node_holds_no_call_past_its_deadline(
     for _ in range(3):
         start = time.monotonic()
         outcome = store.read([empty(label) for label in labels], within(1))
-        assert time.monotonic() - start < 1.1
+        assert time.monotonic() - start < 2
         assert any(isinstance(error, TierTimeout) for error in outcome.failed.values())
 
 

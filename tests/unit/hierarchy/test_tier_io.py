@@ -89,16 +89,16 @@ def test_an_empty_job_is_reported_too(store: MemoryStore, make_io: Callable[...,
 def test_a_hung_read_is_reported_at_its_deadline_and_released_later(
     store: MemoryStore, make_io: Callable[..., TierIO]
 ) -> None:
-    io = make_io(DelayedStore(store, 0.6), num_threads=1)
+    io = make_io(DelayedStore(store, 2.0), num_threads=1)
     start = time.monotonic()
     io.move(1, Verb.READ, [empty(LABELS[0])], within(0.2))
     (late,) = reports_of(io)
 
-    assert 0.2 <= time.monotonic() - start < 0.4
+    assert 0.2 <= time.monotonic() - start < 1.5
     assert isinstance(late.outcome.failed[KEYS[0]], TierTimeout)
     assert late.held == {KEYS[0]}
     (released,) = reports_of(io)
-    assert time.monotonic() - start >= 0.6
+    assert time.monotonic() - start >= 2.0
     assert released.released == {KEYS[0]}
     assert not released.outcome.done
     assert io.num_pending == 0
@@ -126,12 +126,12 @@ def test_a_read_does_not_wait_behind_writes_under_way(
 ) -> None:
     class SlowWrites(WrappedStore):
         def write(self, *arguments: object) -> object:  # type: ignore[override]
-            time.sleep(1.0)
+            time.sleep(3.0)
             return super().write(*arguments)  # type: ignore[arg-type]
 
     store.write([filled(LABELS[0])], within(10))
     io = make_io(SlowWrites(store), num_threads=2)
-    io.move(1, Verb.WRITE, [filled(label) for label in LABELS[1:]], within(10))
+    io.move(1, Verb.WRITE, [filled(label) for label in LABELS[1:3]], within(10))
     time.sleep(0.05)
     start = time.monotonic()
     io.move(2, Verb.READ, [empty(LABELS[0])], within(10))
@@ -139,7 +139,7 @@ def test_a_read_does_not_wait_behind_writes_under_way(
 
     assert report.job_id == 2
     assert report.outcome.done == {KEYS[0]}
-    assert time.monotonic() - start < 0.9
+    assert time.monotonic() - start < 2.5
 
 
 @pytest.mark.parametrize("answer", [TierOutcome(), None, TierOutcome(frozenset({KEYS[5]}))])

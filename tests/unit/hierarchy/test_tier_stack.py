@@ -250,12 +250,12 @@ def test_a_hung_read_is_lost_at_its_deadline_and_its_room_freed_when_it_returns(
     bench.demoted(LABELS[:1])
     free = bench.host.free_bytes
     for store in delays:
-        store.delay_s = 0.5
+        store.delay_s = 2.0
 
     start = time.monotonic()
     bench.stack.promote(LABELS[:1], within(0.2))
     changes = bench.poll_until(lambda c: bool(c.lost))
-    assert time.monotonic() - start < 0.4
+    assert time.monotonic() - start < 1.5
     assert isinstance(changes.faults[0].error, TierTimeout)
     assert bench.stack.lookup(KEYS[:1]) == bytes([FAILED])
     assert bench.host.free_bytes < free, "the medium may still write there"
