@@ -89,7 +89,11 @@ class ChunkBuffer:
 
     def payload(self) -> list[memoryview]:
         """The parts, cut to the payload."""
-        views, left = [], self.label.payload_bytes
+        return self.front(self.label.payload_bytes)
+
+    def front(self, num_bytes: int) -> list[memoryview]:
+        """The parts, cut to their first `num_bytes` bytes."""
+        views, left = [], num_bytes
         for part in self.parts:
             views.append(part[: min(left, part.nbytes)])
             left -= views[-1].nbytes

@@ -198,11 +198,7 @@ def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 def _whole_pages(chunk: ChunkBuffer) -> list[memoryview]:
     """The parts as far as the payload's last page."""
-    views, left = [], ceil_to(chunk.label.payload_bytes, PAGE_BYTES)
-    for part in chunk.parts:
-        views.append(part[: min(left, part.nbytes)])
-        left -= views[-1].nbytes
-    return [view for view in views if view.nbytes]
+    return chunk.front(ceil_to(chunk.label.payload_bytes, PAGE_BYTES))
 
 
 def _is_aligned(chunk: ChunkBuffer) -> bool:
