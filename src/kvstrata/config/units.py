@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _SIZE_UNITS: Final = {
     "B": 1,
@@ -37,12 +40,7 @@ class ByteSize(int):
         Raises:
             ValueError: says what is accepted.
         """
-        number, unit = _split(text, ACCEPTED_SIZES)
-        if number == 0 and not unit:
-            return cls(0)
-        if unit not in _SIZE_UNITS:
-            raise ValueError(f"{text!r} is not a size; accepted: {ACCEPTED_SIZES}")
-        return cls(number * _SIZE_UNITS[unit])
+        return cls(_quantity(text, _SIZE_UNITS, "a size", ACCEPTED_SIZES))
 
     def __str__(self) -> str:
         """As it would be written: the largest unit that is exact."""
@@ -62,12 +60,7 @@ class Duration(float):
         Raises:
             ValueError: says what is accepted.
         """
-        number, unit = _split(text, ACCEPTED_TIMES)
-        if number == 0 and not unit:
-            return cls(0)
-        if unit not in _TIME_UNITS:
-            raise ValueError(f"{text!r} is not a time; accepted: {ACCEPTED_TIMES}")
-        seconds = float(number * _TIME_UNITS[unit])
+        seconds = float(_quantity(text, _TIME_UNITS, "a time", ACCEPTED_TIMES))
         if not math.isfinite(seconds):
             raise ValueError(f"{text!r} is too long; accepted: {ACCEPTED_TIMES}")
         return cls(seconds)
@@ -91,8 +84,16 @@ def duration(text: str) -> Any:  # noqa: ANN401
     return msgspec.field(default_factory=lambda: Duration.parse(text))
 
 
-def _split(text: object, accepted: str) -> tuple[Decimal, str]:
+def _quantity(
+    text: object, units: Mapping[str, int | Decimal], noun: str, accepted: str
+) -> Decimal:
+    """A number times its unit; only zero needs none."""
     found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) else None
     if found is None or isinstance(text, bool):
         raise ValueError(f"{text!r} is not understood; accepted: {accepted}")
-    return Decimal(found[1]), found[2]
+    number, unit = Decimal(found[1]), found[2]
+    if number == 0 and not unit:
+        return number
+    if unit not in units:
+        raise ValueError(f"{text!r} is not {noun}; accepted: {accepted}")
+    return number * units[unit]
