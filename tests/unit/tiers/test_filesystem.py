@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
-import contextlib
 import os
 import shutil
 import subprocess
