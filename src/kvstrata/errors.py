@@ -9,6 +9,9 @@ KVStrataError
 │   ├── TierFull         no room could be freed
 │   └── ChunkCorrupt     size, checksum or fingerprint differ from what was written
 ├── TransferError        a copy between device and host failed
+├── ModelError           a model directory cannot be used: names the file, key or tensor
+├── RequestError         the embedded engine cannot serve a request: says what to change
+├── EngineError          the embedded engine lost a rank
 └── ClosedError          used after close()
 
 A miss is a value, never an exception.
@@ -86,6 +89,18 @@ class ChunkCorrupt(TierError):  # noqa: N818
 
 class TransferError(KVStrataError):
     """A copy between device memory and host memory failed."""
+
+
+class ModelError(KVStrataError, ValueError):
+    """A model directory cannot be used; names the file, key or tensor and what was expected."""
+
+
+class RequestError(KVStrataError, ValueError):
+    """The embedded engine cannot serve a request; says what to change."""
+
+
+class EngineError(KVStrataError):
+    """The embedded engine lost a rank."""
 
 
 class ClosedError(KVStrataError):

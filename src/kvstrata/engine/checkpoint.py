@@ -1,0 +1,175 @@
+"""A model directory: config.json and safetensors, read with every mistake named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvstrata.engine.models.registry import architecture_of
+from kvstrata.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from kvstrata.engine.nn.parallel import Cut, TensorParallel
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json.
+
+    Raises:
+        ModelError: it is missing or is not a JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{folder} has no config.json; expected a model directory") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds {type(config).__name__}; expected a JSON object")
+    return config
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that a config.json names; float32 when it names none."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def build_model(config: Mapping[str, Any], ranks: TensorParallel) -> nn.Module:
+    """Build this rank's part of a model, its weights not yet set.
+
+    Raises:
+        ModelError: the architecture is not known, or a key is missing or wrong.
+    """
+    found = architecture_of(config)
+    try:
+        settings = msgspec.convert(config, found.Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"config.json: {error}") from error
+    return found.Model(settings, config, ranks)
+
+
+def load_model(
+    folder: Path, ranks: TensorParallel, *, dtype: str = "auto", device: str = "cpu"
+) -> nn.Module:
+    """Build this rank's part of a model and fill it from the directory's safetensors.
+
+    Args:
+        folder: the model directory.
+        ranks: who shares the weights.
+        dtype: "float32", "bfloat16", or "auto" for the checkpoint's own.
+        device: where the weights go.
+
+    Raises:
+        ModelError: names the file, key or tensor, and what was expected.
+    """
+    config = read_config(folder)
+    if dtype == "auto":
+        dtype = checkpoint_dtype(config)
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}; accepted: auto, {', '.join(DTYPES)}")
+    model = build_model(config, ranks).to(DTYPES[dtype])
+    weights = Weights(folder)
+    for name, wanted in wanted_weights(model):
+        wanted.fill(weights.read(name, wanted.full_shape), ranks)
+    return model.to(device).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWeight:
+    """One parameter of a rank's model."""
+
+    parameter: nn.Parameter
+    cut: Cut | None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        shape = tuple(self.parameter.shape)
+        return shape if self.cut is None else self.cut.full_shape(shape)
+
+    def fill(self, whole: torch.Tensor, ranks: TensorParallel) -> None:
+        """Take this rank's part of the checkpoint's tensor."""
+        part = whole if self.cut is None else self.cut.take(whole, ranks)
+        with torch.no_grad():
+            self.parameter.copy_(part)
+
+
+def wanted_weights(model: nn.Module) -> Iterator[tuple[str, WantedWeight]]:
+    """Every parameter by the name it has in a checkpoint."""
+    for module_name, module in model.named_modules():
+        cuts: Mapping[str, Cut] = getattr(module, "cuts", {})
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{module_name}.{name}" if module_name else name
+            yield full_name, WantedWeight(parameter, cuts.get(name))
+
+
+class Weights:
+    """The tensors of a model directory, read one at a time.
+
+    Raises:
+        ModelError: there are no safetensors, or their index cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of = self._find()
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor, as a whole.
+
+        Raises:
+            ModelError: it is missing, has another shape, or its file is damaged.
+        """
+        file_name = self._file_of.get(name)
+        if file_name is None:
+            raise ModelError(
+                f"tensor {name!r} of shape {shape} is missing in the safetensors of {self._folder}"
+            )
+        try:
+            tensor: torch.Tensor = self._open(file_name).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"tensor {name!r} cannot be read from {file_name}: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"tensor {name!r} in {file_name} has shape {tuple(tensor.shape)}; config.json "
+                f"leads to {shape}"
+            )
+        return tensor
+
+    def _find(self) -> dict[str, str]:
+        """Which file holds which tensor."""
+        index = self._folder / _INDEX
+        if index.exists():
+            try:
+                found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"{index} cannot be read: {error!r}") from error
+            return found
+        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _open(self, name: str) -> Any:  # noqa: ANN401 - safetensors has no types
+        if name not in self._files:
+            path = self._folder / name
+            try:
+                self._files[name] = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise ModelError(f"{path} is missing; expected the model's weights") from error
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path} cannot be read: {error}") from error
+        return self._files[name]

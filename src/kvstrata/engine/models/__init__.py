@@ -1,0 +1,1 @@
+"""One file per architecture, in plain PyTorch; modules are named as in the checkpoints."""

@@ -1,0 +1,1 @@
+"""The parts that models are built from: sharded weights, layers with a cache, arithmetic."""
