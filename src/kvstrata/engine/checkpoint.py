@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,6 +57,11 @@ def build_model(config: Mapping[str, Any], ranks: TensorParallel) -> nn.Module:
         ModelError: the architecture is not known, or a key is missing or wrong.
     """
     found = architecture_of(config)
+    if config.get("quantization_config"):
+        raise ModelError(
+            "config.json: quantization_config is set, and quantised weights are not supported; "
+            "accepted: float32 or bfloat16 weights"
+        )
     try:
         settings = msgspec.convert(config, found.Config, strict=False)
     except msgspec.ValidationError as error:
@@ -82,11 +88,23 @@ def load_model(
         dtype = checkpoint_dtype(config)
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; accepted: auto, {', '.join(DTYPES)}")
-    model = build_model(config, ranks).to(DTYPES[dtype])
+    with _default_dtype(DTYPES[dtype]):
+        model = build_model(config, ranks)
     weights = Weights(folder)
     for name, wanted in wanted_weights(model):
         wanted.fill(weights.read(name, wanted.full_shape), ranks)
     return model.to(device).eval()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Build with this dtype: parameters get it, layers can ask for it, float32 buffers stay."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True, slots=True)

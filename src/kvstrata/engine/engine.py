@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstrata.engine.ranks import Ranks
     from kvstrata.engine.scheduling.request import FinishReason
     from kvstrata.engine.scheduling.step import StepResult
-    from kvstrata.runtime.seam import SchedulerConnector, WorkerConnector
+    from kvstrata.runtime.seam import RequestLimits, SchedulerConnector, WorkerConnector
 
 _IDLE_S: Final = 0.001
 """How long to wait before asking again, when a step had nothing to compute."""
@@ -193,6 +193,7 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        limits: RequestLimits | None = None,
     ) -> Request:
         """Take a request; it advances with every `step`.
 
@@ -207,7 +208,9 @@ class Engine:
                 f"request {name!r}: token {wrong[0]} is not in the vocabulary; accepted: 0 to "
                 f"{self._vocab_size - 1}"
             )
-        request = Request(name, prompt, sampling or SamplingParams(), self.layout, cache_salt)
+        request = Request(
+            name, prompt, sampling or SamplingParams(), self.layout, cache_salt, limits
+        )
         self.scheduler.add(request)
         return request
 

@@ -85,13 +85,27 @@ class SchedulerContext(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one request may ask of the cache."""
+
+    max_offload_tokens: int | None = None
+    """Nothing beyond this is stored; None: no limit."""
+    max_load_tokens: int | None = None
+    """No hit is longer than this; None: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request that has arrived."""
 
     request_id: str
     hashes: Sequence[BlockHash]
     """One per hash block of the layout; the live list, which grows with the request."""
+    tokens: Sequence[int]
+    """The live list too; longer than the prompt as soon as the answer begins."""
     num_prompt_tokens: int
+    lora: str | None = None
+    limits: RequestLimits = RequestLimits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,18 @@ class TensorParallel:
         return partial
 
 
+class Whole(int):
+    """The size of a section that is not split: every rank has all of it."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a rank's weight is taken out of the whole one.
 
-    The whole weight is made of `sections` along `axis`; of each, every rank takes an even part.
+    The whole weight is made of `sections` along `axis`; of each, every rank takes an even part, or
+    all if its size is a `Whole`.
     """
 
     axis: int
@@ -58,9 +65,10 @@ class Cut:
 
     def take(self, whole: torch.Tensor, ranks: TensorParallel) -> torch.Tensor:
         """This rank's part of the whole weight."""
+        sections = zip(self.sections, whole.split(self.sections, self.axis), strict=True)
         parts = [
-            section.chunk(ranks.size, self.axis)[ranks.rank]
-            for section in whole.split(self.sections, self.axis)
+            section if isinstance(size, Whole) else section.chunk(ranks.size, self.axis)[ranks.rank]
+            for size, section in sections
         ]
         return torch.cat(parts, self.axis)
 
@@ -79,7 +87,10 @@ class Sharded(nn.Module):
             ModelError: the weight cannot be split evenly.
         """
         local = list(shape)
-        local[cut.axis] = sum(ranks.share(size, f"size of {name}") for size in cut.sections)
+        local[cut.axis] = sum(
+            size if isinstance(size, Whole) else ranks.share(size, f"size of {name}")
+            for size in cut.sections
+        )
         self.cuts[name] = cut
         self.register_parameter(name, nn.Parameter(torch.empty(local), requires_grad=False))
 

@@ -6,6 +6,7 @@ from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
 from kvstrata.core.hashing import ExtraKeys, PrefixHasher
+from kvstrata.runtime.seam import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Request:
         sampling: how answers are drawn.
         layout: for the size of hash blocks.
         cache_salt: only requests with the same salt share cache entries.
+        limits: what it may ask of a connector.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Request:
         sampling: SamplingParams,
         layout: KVLayout,
         cache_salt: str | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
+        self.limits = limits or RequestLimits()
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(self.tokens)
         self.state = RequestState.WAITING

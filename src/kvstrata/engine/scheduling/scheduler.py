@@ -115,7 +115,13 @@ class Scheduler:
         self._waiting.append(request)
         if self._connector:
             self._connector.add_request(
-                NewRequest(request.request_id, request.hashes, request.num_prompt_tokens)
+                NewRequest(
+                    request.request_id,
+                    request.hashes,
+                    request.tokens,
+                    request.num_prompt_tokens,
+                    limits=request.limits,
+                )
             )
 
     def abort(self, request_id: str) -> Request | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvstrata.engine.ranks import Ranks
 
-NUM_BLOCKS = 200
+NUM_BLOCKS = 400
 MOST_TOKENS = 256
 KEEP = SamplingParams(keep_logits=True)
 
