@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
+from kvstrata.engine.nn.yarn import yarn_frequencies, yarn_magnitude
 from kvstrata.errors import ModelError
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ class RopeSettings(msgspec.Struct, frozen=True, kw_only=True):
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     partial_rotary_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
 
 
 def rope_settings(config: Mapping[str, Any], **defaults: float) -> RopeSettings:
@@ -34,6 +41,8 @@ def rope_settings(config: Mapping[str, Any], **defaults: float) -> RopeSettings:
         ModelError: a value has the wrong type.
     """
     found = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    if "max_position_embeddings" in config:
+        found["original_max_position_embeddings"] = config["max_position_embeddings"]
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
@@ -59,13 +68,14 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, settings: RopeSettings) -> None:
         super().__init__()
         self._turned = int(head_dim * settings.partial_rotary_factor)
+        self._magnitude = yarn_magnitude(settings) if settings.rope_type == "yarn" else 1.0
         self.register_buffer("frequencies", _frequencies(self._turned, settings), persistent=False)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines for these positions: (tokens, 1, turned values) each."""
         angles = positions[:, None].float() * self.frequencies
         angles = torch.cat((angles, angles), -1)[:, None]
-        return angles.cos(), angles.sin()
+        return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Turn (tokens, heads, head_dim); value i is paired with i + half."""
@@ -86,9 +96,11 @@ def _frequencies(turned: int, settings: RopeSettings) -> torch.Tensor:
             return frequencies / settings.factor
         case "llama3":
             return _llama3(frequencies, settings)
+        case "yarn":
+            return yarn_frequencies(frequencies, settings)
         case unknown:
             raise ModelError(
-                f"config.json: rope_type is {unknown!r}; accepted: default, linear, llama3"
+                f"config.json: rope_type is {unknown!r}; accepted: default, linear, llama3, yarn"
             )
 
 

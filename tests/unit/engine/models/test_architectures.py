@@ -9,7 +9,15 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ARCHITECTURES = ["llama"]
+ARCHITECTURES = [
+    "llama",
+    "mistral",
+    "gemma3",
+    "deepseek_v3",
+    "lfm2",
+    "granite_hybrid",
+    "qwen3_next",
+]
 
 CUTS = {
     "at once": [97],
