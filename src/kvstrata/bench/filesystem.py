@@ -1,7 +1,12 @@
 """What the filesystem tier reaches of what its file system gives, and how fast it finds its keys.
 
 The measure is plain system calls: the same threads, sizes, flags and buffers, each file made aside
-and renamed, but no checksum, header, limit or note of use. Both take turns on the same files.
+and renamed, but no checksum, header, limit or note of use. Both take turns, in the same folders and,
+when they read, on the same files.
+
+No file is deleted before the end. An ext4 without a journal steps around deleted inodes for a
+minute or more, one by one and folder by folder; that would be measured instead. For the same reason
+a run should not follow another, or many deletions, within some minutes.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from kvstrata.core.ids import BlockHash, ChunkKey, GroupId, chunk_key
 from kvstrata.core.layout import GroupKind
 from kvstrata.core.outcomes import Deadline
 from kvstrata.core.spans import TokenSpan, ceil_div
+from kvstrata.tiers import file_io
 from kvstrata.tiers.chunk_file import takes_direct_io
 from kvstrata.tiers.chunk_format import HEADER_BYTES
 from kvstrata.tiers.file_index import complete_keys
@@ -35,7 +41,7 @@ from kvstrata.tiers.host_arena import HostArena
 from kvstrata.tiers.room import PAGE_BYTES, Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvstrata.config.schema import Durability
 
@@ -59,10 +65,8 @@ class Scale:
     total_bytes: int = 256 * MIB
     """Written and read in each round."""
     num_threads: int = 4
-    num_rounds: int = 5
-    """The fastest counts."""
-    settle_s: float = 6.0
-    """Pause after files were deleted: for 5 s ext4 steps around their inodes, one by one."""
+    num_rounds: int = 8
+    """The fastest counts. An even number: both sides begin equally often."""
     num_listed: int = 1_000_000
     """Chunks of which the names are listed."""
 
@@ -110,18 +114,12 @@ class PlainFiles:
     """Chunks as files through system calls alone.
 
     Args:
-        directory: where the files lie; laid out as a store, and made if missing.
-        keys: all that will be asked for.
+        paths: where each chunk lies; the folders exist.
         options: how files are used.
     """
 
-    def __init__(
-        self, directory: StoreDirectory, keys: Sequence[ChunkKey], options: Options
-    ) -> None:
-        paths = {key: directory.chunk(_NAMESPACE, key, Rank()) for key in keys}
-        for path in paths.values():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._paths = {key: str(path) for key, path in paths.items()}
+    def __init__(self, paths: Mapping[ChunkKey, str], options: Options) -> None:
+        self._paths = paths
         self._flags = os.O_CLOEXEC | (os.O_DIRECT if options.direct else 0)
         self._sync = options.sync
 
@@ -153,7 +151,7 @@ class Contest:
     """The tier and plain calls, in turns.
 
     Args:
-        folder: holds a store for each side.
+        folder: becomes a store, in which all sides make their files.
         buffers: the memory of one chunk each.
         durability: of the tier; the plain side syncs alike.
         num_threads: on either side.
@@ -167,10 +165,8 @@ class Contest:
         durability: Durability,
         num_threads: int,
     ) -> None:
-        config = FilesystemTierConfig(path=str(folder / "tier"), durability=durability)
-        self._tier_folder = StoreDirectory(folder / "tier")
-        self._plain_folder = StoreDirectory(folder / "plain")
-        self._vllm_folder = folder / "vllm"
+        config = FilesystemTierConfig(path=str(folder), durability=durability)
+        self._directory = StoreDirectory(folder)
         self._calls = vllm_file_calls() if durability == "none" else None
         self._buffers = buffers
         self._num_threads = num_threads
@@ -179,14 +175,11 @@ class Contest:
         self._store = FilesystemStore(config, _NAMESPACE, Rank())
 
     def round(self, number: int) -> Seconds:
-        """Write and read new chunks on both sides; who begins changes from round to round.
-
-        Nothing is deleted, so that no round pays for what another left.
-        """
+        """Write and read new chunks on both sides; who begins changes from round to round."""
         chunks = self._chunks(number)
-        keys = [chunk.label.key for chunk in chunks]
-        plain = PlainFiles(self._plain_folder, keys, self._options)
-        same_files = PlainFiles(self._tier_folder, keys, self._options)
+        paths = {c.label.key: self._path(c.label.key) for c in chunks}
+        plain = PlainFiles({key: f"{path}.plain" for key, path in paths.items()}, self._options)
+        same_files = PlainFiles(paths, self._options)
         sides = (
             *self._in_turns(number, chunks, (plain.write, self._tier_write)),
             *self._in_turns(number, chunks, (same_files.read, self._tier_read)),
@@ -205,11 +198,15 @@ class Contest:
             for key, view in zip(keys, self._buffers, strict=True)
         ]
 
+    def _path(self, key: ChunkKey) -> str:
+        return str(self._directory.chunk(_NAMESPACE, key, Rank()))
+
     def _peer(self, chunks: Sequence[ChunkBuffer]) -> tuple[float, float]:
         """VLLM's seconds for the same work, where it is installed."""
         if self._calls is None:
             return float("inf"), float("inf")
-        files = VllmFiles(self._calls, self._vllm_folder, direct=self._options.direct)
+        folder = self._directory.namespace(_NAMESPACE.fingerprint)
+        files = VllmFiles(self._calls, folder, direct=self._options.direct)
         return self._timed(files.write, chunks), self._timed(files.read, chunks)
 
     def _in_turns(
@@ -250,7 +247,7 @@ def run(scale: Scale | None = None, folder: Path | None = None) -> Report:
         name="filesystem",
         setting=(
             f"{scale.total_bytes // MIB} MiB in chunks of each size, {scale.num_threads} threads, "
-            f"{mode} I/O, checksums on, goals at durability none; shares of what plain system "
+            f"{mode} I/O, {_file_calls()}, checksums on, goals at durability none; shares of what plain system "
             f"calls reach on the same files, fastest of {scale.num_rounds} rounds in turns; "
             f"{scale.num_listed:,} chunks listed, one rank, made in {listing.make_s:.3g} s; "
             f"{describe_vllm(vllm_file_calls())}"
@@ -263,6 +260,10 @@ def run(scale: Scale | None = None, folder: Path | None = None) -> Report:
             _throughput(durability, scale.total_bytes, rows) for durability, rows in results.items()
         ),
     )
+
+
+def _file_calls() -> str:
+    return "native file calls" if file_io.HAS_NATIVE else "file calls in Python"
 
 
 def measure_sizes(folder: Path, scale: Scale, durability: Durability) -> dict[int, Seconds]:
@@ -280,8 +281,7 @@ def measure(folder: Path, scale: Scale, chunk_bytes: int, durability: Durability
         contest = Contest(place, buffers, durability=durability, num_threads=scale.num_threads)
         stack.enter_context(closing(contest))
         rounds = [contest.round(number) for number in range(scale.num_rounds)]
-    shutil.rmtree(place)
-    time.sleep(scale.settle_s)
+    _empty_files(place)
     return Seconds(*map(min, zip(*rounds, strict=True)))
 
 
@@ -297,6 +297,13 @@ def measure_listing(folder: Path, num_chunks: int) -> Listing:
     make_s = time.perf_counter() - start
     assert len(complete_keys(namespace, 1)) == num_chunks
     return Listing(make_s, fastest_s(lambda: complete_keys(namespace, 1), repeats=_LISTINGS))
+
+
+def _empty_files(folder: Path) -> None:
+    """Free the room of all files, and keep their inodes."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            os.truncate(path, 0)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from kvstrata.core.chunk_label import Rank
 from kvstrata.hierarchy.breaker import Breaker
 from kvstrata.hierarchy.known_chunks import KnownChunks
 from kvstrata.hierarchy.lower_tier import LowerTier
-from kvstrata.hierarchy.ranks import RankedTier
+from kvstrata.hierarchy.ranks import LocalChannel, RankedTier
 from kvstrata.hierarchy.tier_io import TierIO
 from kvstrata.tiers.file_index import complete_keys
 from kvstrata.tiers.file_layout import StoreDirectory
@@ -56,23 +56,26 @@ def open_tier(
     Raises:
         ConfigError: the tier cannot be opened.
     """
-    stores = _open_stores(config, namespace, len(arenas))
-    name, traffic = tier_name(config), traffic_for(config)
-    ios = [
-        TierIO(
-            name,
-            store,
-            num_threads=traffic.num_threads,
-            chunks_per_task=traffic.chunks_per_task,
-        )
-        for store in stores
-    ]
+    ios = [open_io(config, store) for store in _open_stores(config, namespace, len(arenas))]
+    channels = [LocalChannel(io, arena) for io, arena in zip(ios, arenas, strict=True)]
     known = KnownChunks(clock)
     if isinstance(config, FilesystemTierConfig):
         folder = StoreDirectory(Path(config.path)).namespace(namespace.fingerprint)
         with contextlib.suppress(OSError):  # then chunks are asked about one by one
             known.found(complete_keys(folder, len(arenas)))
-    return LowerTier(name, RankedTier(ios, arenas), Breaker(clock), known, weight=config.weight)
+    ranks = RankedTier(channels)
+    return LowerTier(tier_name(config), ranks, Breaker(clock), known, weight=config.weight)
+
+
+def open_io(config: TierConfig, store: ChunkStore) -> TierIO:
+    """Start one rank's threads for a tier's store."""
+    traffic = traffic_for(config)
+    return TierIO(
+        tier_name(config),
+        store,
+        num_threads=traffic.num_threads,
+        chunks_per_task=traffic.chunks_per_task,
+    )
 
 
 def _open_stores(config: TierConfig, namespace: Namespace, num_ranks: int) -> list[ChunkStore]:

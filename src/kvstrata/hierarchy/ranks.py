@@ -1,4 +1,6 @@
-"""One tier over all ranks of this process: a job for every rank, one outcome for all.
+"""One tier over all ranks: a job for every rank, one outcome for all.
+
+A rank may run in this process or in another: `RankChannel` is the way to it.
 
 Ownership: everything here belongs to the thread that submits and takes outcomes.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstrata.core.outcomes import TierOutcome
 from kvstrata.hierarchy.task_queue import Verb
@@ -28,6 +30,47 @@ class Placed(NamedTuple):
 
     label: ChunkLabel
     extents: tuple[Extent, ...]
+
+
+class RankChannel(Protocol):
+    """The way to one rank's traffic with one tier. Nothing here blocks."""
+
+    def move(self, job_id: int, verb: Verb, chunks: Sequence[Placed], deadline: Deadline) -> None:
+        """Have the rank read or write the chunks' places in its arena."""
+        ...
+
+    def find(self, job_id: int, keys: Sequence[ChunkKey], deadline: Deadline) -> None:
+        """Have the rank ask about keys."""
+        ...
+
+    def take_reports(self) -> list[IOReport]:
+        """Hand over what the rank has reported since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the rank."""
+        ...
+
+
+class LocalChannel:
+    """A rank in this process.
+
+    Args:
+        io: its traffic with the tier.
+        arena: its memory.
+    """
+
+    def __init__(self, io: TierIO, arena: HostArena) -> None:
+        self._io = io
+        self._arena = arena
+        self.find = io.find
+        self.take_reports = io.take_reports
+        self.close = io.close
+
+    def move(self, job_id: int, verb: Verb, chunks: Sequence[Placed], deadline: Deadline) -> None:
+        """Start to read or write."""
+        buffers = [self._arena.buffer(label, extents) for label, extents in chunks]
+        self._io.move(job_id, verb, buffers, deadline)
 
 
 class TierReport(NamedTuple):
@@ -98,12 +141,11 @@ class RankedTier:
     """A tier with one store, one arena and one set of threads per rank.
 
     Args:
-        ios: per rank its traffic with the tier.
-        arenas: per rank its memory.
+        channels: the way to each rank.
     """
 
-    def __init__(self, ios: Sequence[TierIO], arenas: Sequence[HostArena]) -> None:
-        self._ranks = list(zip(ios, arenas, strict=True))
+    def __init__(self, channels: Sequence[RankChannel]) -> None:
+        self._channels = tuple(channels)
         self._job_ids = itertools.count(1)
         self._quorums: dict[int, _Quorum] = {}
 
@@ -119,28 +161,27 @@ class RankedTier:
         """Ask which keys all ranks have; one rank can tell for all. Returns the job."""
         job_id = next(self._job_ids)
         self._quorums[job_id] = _Quorum(Verb.FIND, {0})
-        self._ranks[0][0].find(job_id, keys, deadline)
+        self._channels[0].find(job_id, keys, deadline)
         return job_id
 
     def take_reports(self) -> list[TierReport]:
         """Hand over what has ended on every rank since the last call. Never blocks."""
         reports: list[TierReport] = []
-        for rank, (io, _) in enumerate(self._ranks):
-            for report in io.take_reports():
+        for rank, channel in enumerate(self._channels):
+            for report in channel.take_reports():
                 reports.extend(self._count(rank, report))
         return reports
 
     def close(self) -> None:
         """Stop every rank's threads and close their stores."""
-        for io, _ in self._ranks:
-            io.close()
+        for channel in self._channels:
+            channel.close()
 
     def _move(self, verb: Verb, chunks: Sequence[Placed], deadline: Deadline) -> int:
         job_id = next(self._job_ids)
-        self._quorums[job_id] = _Quorum(verb, set(range(len(self._ranks))))
-        for io, arena in self._ranks:
-            buffers = [arena.buffer(label, extents) for label, extents in chunks]
-            io.move(job_id, verb, buffers, deadline)
+        self._quorums[job_id] = _Quorum(verb, set(range(len(self._channels))))
+        for channel in self._channels:
+            channel.move(job_id, verb, chunks, deadline)
         return job_id
 
     def _count(self, rank: int, report: IOReport) -> list[TierReport]:

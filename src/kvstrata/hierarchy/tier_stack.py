@@ -70,12 +70,18 @@ class TierStack:
         self._tiers = tuple(tiers)
         self._promotions = Promotions(host, self._tiers, clock)
         self._demotions = Demotions(host, clock, write_s)
+        self._num_asking = 0
         self._reported: set[tuple[str, bytes]] = set()
 
     @property
     def num_dropped(self) -> Mapping[str, int]:
         """Writes not taken because too many waited, by tier."""
         return self._demotions.num_dropped
+
+    @property
+    def num_pending(self) -> int:
+        """Promotions and demotions under way, and questions asked."""
+        return len(self._promotions) + len(self._demotions) + self._num_asking
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupCodes:
         """What all tiers together know about each key. Never blocks. Changes nothing."""
@@ -96,6 +102,7 @@ class TierStack:
             if unknown and tier.breaker.allows():
                 tier.known.asked(unknown)
                 tier.find(unknown, deadline)
+                self._num_asking += 1
 
     def promote(self, labels: Sequence[ChunkLabel], deadline: Deadline) -> None:
         """Bring chunks up from the tiers that have them. Returns at once."""
@@ -130,6 +137,10 @@ class TierStack:
             tuple(faults),
         )
 
+    def tiers_with(self, key: ChunkKey) -> tuple[str, ...]:
+        """The lower tiers that are known to have a chunk."""
+        return tuple(tier.name for tier in self._tiers if tier.has(key))
+
     def close(self) -> None:
         """Stop the threads of all tiers."""
         for tier in self._tiers:
@@ -140,8 +151,10 @@ class TierStack:
         self.host.check_invariants()
         assert self.host.num_arriving >= len(self._promotions)
 
-    @staticmethod
-    def _answered(tier: LowerTier, report: TierReport) -> None:
+    def _answered(self, tier: LowerTier, report: TierReport) -> None:
+        if report.released:  # a question came back late: it was counted when time ran out
+            return
+        self._num_asking -= 1
         tier.known.found(report.outcome.done)
         tier.known.missed(report.outcome.absent)
         tier.known.unanswered(report.outcome.failed)

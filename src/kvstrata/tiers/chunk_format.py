@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from kvstrata.core.layout import GroupKind
+from kvstrata.tiers import file_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,17 +64,20 @@ _decoder: Final = msgspec.msgpack.Decoder(ChunkHeader)
 
 def checksum(parts: Iterable[memoryview]) -> bytes:
     """The checksum of a payload that lies in several parts. Releases the interpreter's lock."""
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+    parts = tuple(parts)
+    return file_io.calls.checksum(parts, sum(part.nbytes for part in parts))
 
 
 def make_header(
     label: ChunkLabel, namespace: Namespace, rank: Rank, payload: Iterable[memoryview]
 ) -> bytes:
     """The header page of a chunk with this payload."""
-    return pack_header(_header(label, namespace, rank, checksum(payload)))
+    return header_page(label, namespace, rank, checksum(payload))
+
+
+def header_page(label: ChunkLabel, namespace: Namespace, rank: Rank, digest: bytes) -> bytes:
+    """The header page of a chunk whose payload has this checksum."""
+    return pack_header(_header(label, namespace, rank, digest))
 
 
 def _header(label: ChunkLabel, namespace: Namespace, rank: Rank, digest: bytes) -> ChunkHeader:
@@ -125,6 +129,22 @@ def parse_header(page: bytes | memoryview) -> ChunkHeader:
         return _decoder.decode(body)
     except msgspec.DecodeError as error:
         raise BadChunk(f"header does not parse: {error}") from error
+
+
+def check_chunk(
+    page: bytes, label: ChunkLabel, namespace: Namespace, rank: Rank, digest: bytes
+) -> None:
+    """Compare a header page, and the checksum of what came behind it, with what was asked for.
+
+    Raises:
+        BadChunk: names the first difference.
+    """
+    if page == header_page(label, namespace, rank, digest):
+        return
+    header = parse_header(page)
+    check_header(header, label, namespace, rank)
+    if header.checksum != digest:
+        raise BadChunk("payload does not match its checksum")
 
 
 def check_header(header: ChunkHeader, label: ChunkLabel, namespace: Namespace, rank: Rank) -> None:

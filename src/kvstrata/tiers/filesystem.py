@@ -20,7 +20,12 @@ from kvstrata.errors import (
     TierTimeout,
     TierUnavailable,
 )
-from kvstrata.tiers.chunk_file import NewChunkFile, note_use, read_chunk, takes_direct_io
+from kvstrata.tiers.chunk_file import (
+    PublishedUnsynced,
+    read_chunk,
+    takes_direct_io,
+    write_chunk,
+)
 from kvstrata.tiers.chunk_format import HEADER_BYTES, BadChunk
 from kvstrata.tiers.disk_budget import BudgetSpent, DiskBudget, Limits
 from kvstrata.tiers.file_layout import StoreDirectory
@@ -59,7 +64,7 @@ class FilesystemStore:
     def __init__(self, config: FilesystemTierConfig, namespace: Namespace, rank: Rank) -> None:
         self.name = config.name or "filesystem"
         self._durability = config.durability
-        self._namespace = namespace
+        self._owner = (namespace, rank)
         self._rank = rank
         self._directory = StoreDirectory(Path(config.path))
         self._directory.prepare()
@@ -139,16 +144,14 @@ class FilesystemStore:
     def _read(self, chunk: ChunkBuffer) -> None:
         key = chunk.label.key
         path = self._path(key, self._rank.index)
+        note_use = self._uses.is_worth_noting(key)
         try:
-            fd = read_chunk(path, chunk, (self._namespace, self._rank), direct=self._direct)
+            read_chunk(path, chunk, self._owner, direct=self._direct, note_use=note_use)
         except BadChunk:
             self._quarantine(path)
             raise
-        try:
-            if self._uses.is_worth_noting(key):
-                note_use(fd)
-        finally:
-            os.close(fd)
+        if note_use:
+            self._uses.add(key)
 
     def _write(self, chunk: ChunkBuffer) -> None:
         key, size = chunk.label.key, HEADER_BYTES + chunk.label.payload_bytes
@@ -158,19 +161,17 @@ class FilesystemStore:
         usage = self._budget.reserve(size)
         if self._budget.is_high(usage, HIGH_SHARE):
             self._janitor.wake()
-        is_published = False
         try:
-            with NewChunkFile(path, chunk, direct=self._direct) as file:
-                try:
-                    file.fill(self._namespace, self._rank)
-                    file.publish(self._durability)
-                finally:
-                    is_published = file.is_published
-        except FileNotFoundError as error:  # the folder went away: a fault, not a miss
-            raise TierUnavailable(self.name, str(error.strerror), [key]) from error
-        finally:
-            if not is_published:
-                self._budget.release(size)
+            write_chunk(
+                path, chunk, self._owner, direct=self._direct, durability=self._durability
+            )
+        except PublishedUnsynced:  # it is there, and stays counted
+            raise
+        except BaseException as error:
+            self._budget.release(size)
+            if isinstance(error, FileNotFoundError):  # of the folder: a fault, not a miss
+                raise TierUnavailable(self.name, str(error.strerror), [key]) from error
+            raise
 
     def _stat_all_ranks(self, key: ChunkKey) -> None:
         for index in range(self._rank.count):
@@ -208,13 +209,14 @@ class _Uses:
 
     def is_worth_noting(self, key: ChunkKey) -> bool:
         """Whether the last note is old enough for another."""
-        now = time.monotonic()
-        if now < self._noted_at.get(key, 0.0) + _NOTE_S:
-            return False
+        noted_at = self._noted_at.get(key)
+        return noted_at is None or time.monotonic() >= noted_at + _NOTE_S
+
+    def add(self, key: ChunkKey) -> None:
+        """A use was noted."""
         if len(self._noted_at) >= _MOST_NOTED:
             self._noted_at = {}
-        self._noted_at[key] = now
-        return True
+        self._noted_at[key] = time.monotonic()
 
 
 def _is_there(path: str, size: int) -> bool:

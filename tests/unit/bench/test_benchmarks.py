@@ -18,7 +18,6 @@ SMALL_FILES = filesystem.Scale(
     total_bytes=16 * PAGE_BYTES,
     num_threads=2,
     num_rounds=2,
-    settle_s=0,
     num_listed=300,
 )
 SMALL_HOST = host.Scale(

@@ -14,7 +14,7 @@ from kvstrata.errors import ChunkCorrupt, TierTimeout
 from kvstrata.hierarchy.breaker import Breaker, BreakerRules, BreakerState
 from kvstrata.hierarchy.known_chunks import KnownChunks, Presence
 from kvstrata.hierarchy.lower_tier import LowerTier
-from kvstrata.hierarchy.ranks import RankedTier
+from kvstrata.hierarchy.ranks import LocalChannel, RankedTier
 from kvstrata.hierarchy.tier_io import TierIO
 from kvstrata.hierarchy.tier_stack import Changes, TierStack
 from kvstrata.interfaces import ChunkStore
@@ -59,7 +59,9 @@ class Bench:
         ios = [TierIO(name, store, num_threads=2) for store in stores]
         return LowerTier(
             name,
-            RankedTier(ios, self.arenas),
+            RankedTier(
+                [LocalChannel(io, arena) for io, arena in zip(ios, self.arenas, strict=True)]
+            ),
             Breaker(time.monotonic, rules),
             KnownChunks(time.monotonic, absent_s=0.2),
         )
