@@ -32,6 +32,8 @@ class _Resident:
     num_bytes: int
     is_ready: bool = False
     num_leases: int = 0
+    is_doomed: bool = False
+    """Whether it leaves as soon as nobody holds it."""
 
     @property
     def num_pages(self) -> int:
@@ -163,6 +165,9 @@ class HostMemoryIndex:
             assert resident.num_leases > 0, key
             resident.num_leases -= 1
             self._idle_pages += 0 if resident.num_leases else resident.num_pages
+            if resident.is_doomed and not resident.num_leases:
+                self._policy.remove([key])
+                self._drop(key)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note a use of a whole chain, in the order of its tokens: prefixes stay longest."""
@@ -177,6 +182,19 @@ class HostMemoryIndex:
             self._drop(key)
         return tuple(dropped)
 
+    def clear(self) -> tuple[ChunkKey, ...]:
+        """Forget every READY chunk: those in use leave when they are let go.
+
+        Returns all of them. Chunks on their way are not concerned.
+        """
+        ready = [key for key, code in self._codes.items() if code == ChunkLookup.READY]
+        self.remove(ready)
+        for key in ready:
+            if key in self._residents:
+                self._residents[key].is_doomed = True
+                self._codes[key] = ChunkLookup.FAILED
+        return tuple(ready)
+
     def check_invariants(self) -> None:
         """Assert that room, residents and codes agree. For tests and idle moments."""
         self._room.check_invariants()
@@ -190,7 +208,8 @@ class HostMemoryIndex:
         assert self._idle_pages == sum(resident.num_pages for resident in idle)
         for key, resident in self._residents.items():
             on_the_way = (ChunkLookup.ARRIVING, ChunkLookup.FAILED)
-            expected = (ChunkLookup.READY,) if resident.is_ready else on_the_way
+            is_offered = resident.is_ready and not resident.is_doomed
+            expected = (ChunkLookup.READY,) if is_offered else on_the_way
             assert self._codes[key] in expected
             assert resident.is_ready or not resident.num_leases
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvstrata.core.canonical import ByteMatrix, CanonicalKVCaches
     from kvstrata.core.ids import GroupId
     from kvstrata.core.layout import KVLayout
-    from kvstrata.core.spans import RowSpan
 
 LayerCache = torch.Tensor | list[torch.Tensor]
 """One tensor, or the parts of a recurrent state."""
@@ -41,13 +40,6 @@ def describe(tensor: torch.Tensor, *, block_axis: int | None = None) -> TensorVi
         itemsize=itemsize,
         block_axis=block_axis,
     )
-
-
-def device_rows(block_table: Sequence[int], rows: RowSpan, rows_per_block: int) -> list[int]:
-    """Where a request's rows lie in the cache, given its block table of that group."""
-    return [
-        block_table[row // rows_per_block] * rows_per_block + row % rows_per_block for row in rows
-    ]
 
 
 class CacheViews:
@@ -93,23 +85,33 @@ class CacheViews:
         ]
         return torch.cat(pieces)
 
-    def scatter(self, group_id: GroupId, rows: Sequence[int], payload: torch.Tensor) -> None:
-        """Copy a payload of these rows back in.
+    def scatter(
+        self, group_id: GroupId, rows: Sequence[int], payload: torch.Tensor, *, first_row: int = 0
+    ) -> None:
+        """Copy rows of a payload back in.
+
+        Args:
+            group_id: whose payload it is.
+            rows: where the payload's rows go, from `first_row` on; those behind are left out.
+            payload: as `gather` made it.
+            first_row: rows of the payload before the first to copy.
 
         Raises:
-            LayoutError: the payload has another size than the rows.
+            LayoutError: the payload has not so many rows, or not whole ones.
         """
         pages = self.canonical.groups[group_id]
-        if payload.numel() != pages.row_bytes * len(rows):
+        num_rows, rest = divmod(payload.numel(), pages.row_bytes)
+        if rest or first_row + len(rows) > num_rows:
             raise LayoutError(
-                f"group {group_id}: payload of {payload.numel()} bytes for {len(rows)} rows of "
-                f"{pages.row_bytes}"
+                f"group {group_id}: payload of {payload.numel()} bytes for rows "
+                f"[{first_row}, {first_row + len(rows)}) of {pages.row_bytes} bytes"
             )
         index = self._index(rows)
-        parts = torch.split(payload, [piece.length * len(rows) for piece in pages.pieces])
+        parts = torch.split(payload, [piece.length * num_rows for piece in pages.pieces])
         for piece, part in zip(pages.pieces, parts, strict=True):
             columns = self._matrices[piece.matrix][:, piece.start : piece.start + piece.length]
-            columns.index_copy_(0, index, part.view(len(rows), piece.length))
+            source = part.view(num_rows, piece.length)[first_row : first_row + len(rows)]
+            columns.index_copy_(0, index, source)
 
     def _index(self, rows: Sequence[int]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.long, device=self._matrices[0].device)

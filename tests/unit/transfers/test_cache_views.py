@@ -12,7 +12,8 @@ from kvstrata.core.ids import GroupId
 from kvstrata.core.layout import GroupKind, KVGroup, KVLayer, KVLayout
 from kvstrata.core.spans import RowSpan
 from kvstrata.errors import LayoutError
-from kvstrata.transfers.cache_views import CacheViews, LayerCache, device_rows
+from kvstrata.transfers.cache_views import CacheViews, LayerCache
+from kvstrata.transfers.copy_plans import device_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -383,8 +384,22 @@ def test_shared_tensor_under_a_second_name_is_accepted() -> None:
 def test_payload_of_another_size_is_refused() -> None:
     views = CacheViews(two_layers(), plain(BLOCKS, 2, TOKENS, HEADS, DIM), BLOCKS)
 
-    with pytest.raises(LayoutError, match=r"payload of 5 bytes for 1 rows of 512"):
-        views.scatter(GroupId(0), [0], torch.zeros(5, dtype=torch.uint8))
+    for size, first_row in ((5, 0), (512, 1), (513, 0)):
+        with pytest.raises(LayoutError, match=rf"payload of {size} bytes for rows .* of 512 bytes"):
+            views.scatter(
+                GroupId(0), [0], torch.zeros(size, dtype=torch.uint8), first_row=first_row
+            )
+
+
+def test_some_rows_of_a_payload_can_be_copied_back() -> None:
+    source = CacheViews(two_layers(), plain(BLOCKS, 2, TOKENS, HEADS, DIM), BLOCKS)
+    target = CacheViews(two_layers(), plain(BLOCKS, 2, TOKENS, HEADS, DIM), BLOCKS)
+    payload = torch.randint(0, 256, (3 * 512,), dtype=torch.uint8)
+    source.scatter(GroupId(0), [1, 2, 3], payload)
+
+    target.scatter(GroupId(0), [0, 1], source.gather(GroupId(0), [1, 2, 3]), first_row=1)
+
+    assert torch.equal(target.gather(GroupId(0), [0, 1]), source.gather(GroupId(0), [2, 3]))
 
 
 def bf16(*shape: int) -> torch.Tensor:

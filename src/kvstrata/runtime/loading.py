@@ -1,0 +1,120 @@
+"""From a request's chunks to an answer: how much can be loaded, now or in a while.
+
+Ownership: scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvstrata.core.outcomes import Deadline
+from kvstrata.runtime.load_jobs import LoadJobs
+from kvstrata.runtime.seam import Match
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstrata.config.schema import LoadConfig
+    from kvstrata.hierarchy.tier_stack import TierStack
+    from kvstrata.planning.load_plan import LoadPlan
+    from kvstrata.runtime.load_jobs import Load
+    from kvstrata.runtime.speeds import MeasuredSpeeds
+    from kvstrata.runtime.tracked_request import TrackedRequest
+    from kvstrata.transfers.copy_queue import CopyJob, CopyReport
+
+
+class Loading:
+    """Chooses hits, brings their chunks up, and starts loads.
+
+    Args:
+        config: deadline and rule.
+        stack: host memory and the tiers below.
+        clock: monotonic seconds.
+        speeds: what loading and computing cost.
+    """
+
+    def __init__(
+        self,
+        config: LoadConfig,
+        stack: TierStack,
+        clock: Callable[[], float],
+        speeds: MeasuredSpeeds,
+    ) -> None:
+        self._config = config
+        self._stack = stack
+        self._clock = clock
+        self._speeds = speeds
+        self._jobs = LoadJobs(stack.host)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def arrive(self, request: TrackedRequest) -> None:
+        """Find out what the tiers below know about a new request's chunks."""
+        self._stack.ask(list(request.keys()), self._deadline(request))
+
+    def prefetch(self, request: TrackedRequest) -> None:
+        """Bring up what a waiting request will want, before the engine asks."""
+        if not request.is_fetched:
+            self._fetch(request, 0)
+
+    def answer(self, request: TrackedRequest, local_tokens: int) -> Match | None:
+        """How much can be loaded behind the engine's own hit; None: ask again."""
+        if request.asked_at is None:
+            request.asked_at = self._clock()
+        plan = request.choose(self._stack.lookup, local_tokens)
+        if plan.awaited_tokens > plan.num_tokens and self._may_wait(request):
+            self._fetch(request, local_tokens)
+            return None
+        if plan.loads and not self._is_worth(request, plan):
+            plan = replace(plan, num_tokens=local_tokens, loads=())
+        request.plan = plan
+        return Match(plan.external_tokens)
+
+    def start(
+        self,
+        job_id: int,
+        request: TrackedRequest,
+        tables: Sequence[Sequence[int]],
+        external_tokens: int,
+    ) -> CopyJob | None:
+        """Lease what was promised; None: it is not there any more, and the load has failed."""
+        plan = request.plan
+        if plan is None or plan.external_tokens != external_tokens:
+            return None
+        try:
+            return self._jobs.start(job_id, request, plan, tables)
+        except KeyError:
+            return None
+
+    def end(self, report: CopyReport) -> Load | None:
+        """A load was reported by every rank; what failed is not offered to its request again."""
+        load = self._jobs.end(report)
+        if load is not None:
+            load.request.fail(report.failed)
+            if not report.failed and not load.request.ledger.has_ended:
+                load.request.ledger.resume(load.plan)
+        return load
+
+    def _fetch(self, request: TrackedRequest, local_tokens: int) -> None:
+        """Ask about and promote the chunks of the longest hit that can still arrive."""
+        target = request.choose_awaited(self._stack.lookup, local_tokens)
+        labels = request.labels(target)
+        keys = [label.key for label in labels]
+        deadline = self._deadline(request)
+        request.awaited = set(keys)
+        self._stack.ask(keys, deadline)
+        self._stack.promote(labels, deadline)
+        ready = request.choose(self._stack.lookup, local_tokens)
+        request.is_fetched = ready.awaited_tokens == ready.num_tokens
+
+    def _is_worth(self, request: TrackedRequest, plan: LoadPlan) -> bool:
+        return self._config.decide == "always" or self._speeds.is_worth(request, plan)
+
+    def _may_wait(self, request: TrackedRequest) -> bool:
+        return self._clock() < self._deadline(request)
+
+    def _deadline(self, request: TrackedRequest) -> Deadline:
+        start = self._clock() if request.asked_at is None else request.asked_at
+        return Deadline(start + self._config.deadline)

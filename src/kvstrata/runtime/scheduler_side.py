@@ -1,0 +1,256 @@
+"""The half beside the engine's scheduler: decides what is loaded and stored, and when.
+
+    arrival    ask the tiers below about the request's chunks
+    match      choose the longest hit; while more of it is on its way up, "ask again", until the
+               request's deadline; then what is there
+    allocated  lease the hit's chunks and send a load
+    plan_step  choose stores, reserve room, hold their blocks, send; promote for waiting requests
+    report     settle what every rank has reported, pass stores on to the tiers below
+
+Nothing here blocks or touches bytes; nothing raises into the engine.
+
+Ownership: scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvstrata.runtime.lazy_stores import LazyStores
+from kvstrata.runtime.loading import Loading
+from kvstrata.runtime.messages import CopyJobMessage, StepMessage, decode_report, encode
+from kvstrata.runtime.rank_quorum import RankQuorum
+from kvstrata.runtime.seam import EndedLoads, Match
+from kvstrata.runtime.shield import shielded
+from kvstrata.runtime.speeds import MeasuredSpeeds
+from kvstrata.runtime.store_jobs import StoreJobs
+from kvstrata.runtime.storing import choose_sources
+from kvstrata.runtime.tracked_request import TrackedRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstrata.config.schema import Config
+    from kvstrata.core.chunk_grid import ChunkGeometry
+    from kvstrata.hierarchy.tier_stack import Changes, TierStack
+    from kvstrata.runtime.message_channel import MessageChannel, Outbox
+    from kvstrata.runtime.messages import RankReport
+    from kvstrata.runtime.seam import BlockTables, NewRequest, SchedulerContext, StepProgress
+    from kvstrata.runtime.store_jobs import StoreSource
+    from kvstrata.transfers.copy_queue import CopyJob, CopyReport
+
+_log = logging.getLogger(__name__)
+
+MOST_PREFETCHED: Final = 8
+"""Waiting requests whose chunks are brought up before the engine asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How the scheduler half reaches the ranks' tiers."""
+
+    stack: TierStack
+    outbox: Outbox
+    channels: tuple[tuple[MessageChannel, ...], ...]
+    """By tier and rank: where reports go."""
+    num_ranks: int
+
+
+def _no_match() -> Match | None:
+    return Match(0)
+
+
+class SchedulerSide:
+    """Decides. See the module's docstring for the order of calls.
+
+    Args:
+        config: the user's settings.
+        geometry: the engine's chunks.
+        wiring: the tiers, and the way to the ranks.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: ChunkGeometry,
+        wiring: Wiring,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._wiring = wiring
+        self._stack = wiring.stack
+        self._requests: dict[str, TrackedRequest] = {}
+        self._speeds = MeasuredSpeeds(clock)
+        self._loading = Loading(config.load, self._stack, clock, self._speeds)
+        self._quorum = RankQuorum(wiring.num_ranks)
+        self._job_ids = itertools.count(1)
+        self._to_send: list[CopyJob] = []
+        self._ended_loads = EndedLoads()
+        self.hook_faults: Counter[str] = Counter()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether copies, promotions, demotions or questions are under way."""
+        under_way = len(self._quorum) + len(self._wiring.outbox) + self._stack.num_pending
+        return bool(under_way or self._to_send)
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        """Keep the way to the engine's blocks."""
+        self._context = context
+        self._stores = StoreJobs(self._stack.host, context, self._next_job_id)
+        self._lazy = LazyStores(context, self._geometry) if self._is_lazy else None
+
+    @shielded(lambda: None)
+    def add_request(self, request: NewRequest) -> None:
+        """Start to find out what is known about its chunks."""
+        tracked = TrackedRequest(request, self._geometry)
+        self._requests[request.request_id] = tracked
+        self._loading.arrive(tracked)
+
+    @shielded(_no_match)
+    def match(self, request_id: str, local_tokens: int) -> Match | None:
+        """How much can be loaded behind the engine's own hit; None: ask again."""
+        return self._loading.answer(self._requests[request_id], local_tokens)
+
+    def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
+        """Start a load, or note that the request computes from its local hit on."""
+        try:
+            job = self._start(self._requests[request_id], tables, external_tokens)
+        except Exception:  # noqa: BLE001 - the request would wait for ever
+            self.hook_faults["allocated"] += 1
+            _log.exception("kvstrata: a load could not be started; its tokens are computed")
+            job = None
+        if job is not None:
+            self._quorum.expect(job.job_id)
+            self._to_send.append(job)
+        elif external_tokens:  # the request waits for a load that will not come
+            self._load_ended(request_id, is_done=False)
+
+    @shielded(lambda: encode(StepMessage()))
+    def plan_step(self, progress: StepProgress) -> bytes:
+        """Choose stores, promote for waiting requests, and say what ranks shall do."""
+        self._speeds.step_planned(progress)
+        for request_id in progress.preempted:
+            self._requests[request_id].preempt()
+        for running in progress.running:
+            request = self._requests[running.request_id]
+            tables = self._context.request_blocks(running.request_id)
+            self._store(request, choose_sources(self._config.store, request, running, tables))
+        if self._lazy:
+            self._begin(self._lazy.about_to_leave(progress), None)
+        for request_id in self._context.waiting_requests()[:MOST_PREFETCHED]:
+            self._loading.prefetch(self._requests[request_id])
+        copies, self._to_send = self._to_send, []
+        message = StepMessage(self._wiring.outbox.take(), tuple(map(CopyJobMessage.of, copies)))
+        return encode(message)
+
+    @shielded(EndedLoads)
+    def report(self, reports: Sequence[bytes]) -> EndedLoads:
+        """Settle what every rank has reported."""
+        self._speeds.step_reported()
+        for rank, data in enumerate(reports):
+            if data:
+                self._take(rank, decode_report(data))
+        self._apply(self._stack.poll())
+        ended, self._ended_loads = self._ended_loads, EndedLoads()
+        return ended
+
+    @shielded(lambda: None)
+    def finished(self, request_id: str) -> None:
+        """Forget a request; what it has under way settles by itself."""
+        self._requests.pop(request_id).ledger.end()
+
+    @shielded(lambda: False)
+    def reset(self) -> bool:
+        """Forget what is in host memory; the tiers below keep what they have."""
+        self._stores.void()
+        self._stack.host.clear()
+        for request in self._requests.values():
+            request.plan = None
+        return True
+
+    def take_events(self) -> Sequence[object]:
+        """Hand over what has happened since the last call."""
+        return []
+
+    def close(self) -> None:
+        """Let go of the tiers. Does nothing on successive calls."""
+        self._stack.close()
+
+    def check_invariants(self) -> None:
+        """What is true between two steps."""
+        self._stack.check_invariants()
+        for request in self._requests.values():
+            assert not request.ledger.has_ended, request.request_id
+
+    @property
+    def _is_lazy(self) -> bool:
+        return self._config.store.mode == "lazy"
+
+    def _next_job_id(self) -> int:
+        return next(self._job_ids)
+
+    def _start(
+        self, request: TrackedRequest, tables: BlockTables, external_tokens: int
+    ) -> CopyJob | None:
+        if external_tokens:
+            return self._loading.start(self._next_job_id(), request, tables, external_tokens)
+        request.compute_from_local_hit()
+        return None
+
+    def _store(self, request: TrackedRequest, sources: Sequence[StoreSource]) -> None:
+        """Store now, or remember for later."""
+        if not sources:
+            return
+        if self._lazy is None:
+            self._begin(sources, request)
+            return
+        self._lazy.remember(request.grid, sources)
+        refs = [source.ref for source in sources]
+        request.ledger.begin(refs)
+        request.ledger.settle(refs)
+
+    def _begin(self, sources: Sequence[StoreSource], request: TrackedRequest | None) -> None:
+        started = self._stores.start(sources, None if request is None else request.ledger)
+        if started.job is not None:
+            self._quorum.expect(started.job.job_id)
+            self._to_send.append(started.job)
+
+    def _take(self, rank: int, report: RankReport) -> None:
+        """Take in one rank's report."""
+        for tier_report in report.tier_reports:
+            self._wiring.channels[tier_report.tier][rank].deliver(tier_report.read())
+        for copy_report in report.copy_reports:
+            outcome = self._quorum.count(rank, copy_report.read())
+            if outcome is not None:
+                self._copied(outcome)
+
+    def _copied(self, outcome: CopyReport) -> None:
+        """Every rank has reported a job of copies."""
+        if (load := self._loading.end(outcome)) is not None:
+            self._speeds.load_reported(outcome)
+            self._load_ended(load.request.request_id, is_done=not outcome.failed)
+        elif (settled := self._stores.end(outcome)) is not None:
+            self._stack.demote(settled.stored)
+
+    def _load_ended(self, request_id: str, *, is_done: bool) -> None:
+        ended = self._ended_loads
+        new = frozenset({request_id})
+        self._ended_loads = (
+            EndedLoads(ended.done | new, ended.failed)
+            if is_done
+            else EndedLoads(ended.done, ended.failed | new)
+        )
+
+    def _apply(self, changes: Changes) -> None:
+        """Take in what the tiers below have reported."""
+        for request in self._requests.values():
+            request.lose(changes.lost)
+        for fault in changes.faults:
+            _log.warning("%s", fault.error)

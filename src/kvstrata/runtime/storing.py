@@ -1,0 +1,72 @@
+"""From a request's progress to stores.
+
+    eager   what a step completes is stored after that step
+    lazy    what a step completes becomes a candidate, stored when its blocks are about to be taken
+
+Ownership: scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstrata.core.chunk_label import label_of
+from kvstrata.core.layout import GroupKind
+from kvstrata.planning.request_ledger import StateOffer
+from kvstrata.planning.store_plan import choose_stores
+from kvstrata.runtime.store_jobs import StoreSource
+from kvstrata.transfers.copy_plans import blocks_of, rows_to_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstrata.config.schema import StoreConfig
+    from kvstrata.planning.request_ledger import ChunkRef
+    from kvstrata.runtime.seam import BlockTables, OfferedState, RequestProgress
+    from kvstrata.runtime.tracked_request import TrackedRequest
+
+
+def choose_sources(
+    config: StoreConfig, request: TrackedRequest, progress: RequestProgress, tables: BlockTables
+) -> list[StoreSource]:
+    """Take a step into a request's ledger; the chunks worth storing after it, prefix first.
+
+    The ledger is to be told what became of them.
+    """
+    ledger = request.ledger
+    ledger.advance(progress.computed_tokens)
+    for state in progress.offered_states:
+        ledger.offer_state(StateOffer(state.group_id, state.num_tokens))
+    if config.mode == "off" or not ledger.has_news:
+        return []
+    plan = choose_stores(ledger, _limit(config, request))
+    return list(_sources(request, plan.chunks, progress.offered_states, tables))
+
+
+def _limit(config: StoreConfig, request: TrackedRequest) -> int | None:
+    """Nothing that ends beyond this is stored."""
+    limits = [request.new.limits.max_offload_tokens]
+    if not config.decode:
+        limits.append(request.new.num_prompt_tokens)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _sources(
+    request: TrackedRequest,
+    refs: Sequence[ChunkRef],
+    states: Sequence[OfferedState],
+    tables: BlockTables,
+) -> Iterator[StoreSource]:
+    """Where the chunks' bytes are, as far as they are still on the device."""
+    state_blocks = {(s.group_id, s.num_tokens): s.block_id for s in states}
+    for ref in refs:
+        label = label_of(request.grid, *ref)
+        group = request.grid.geometry.groups[ref.group_id].group
+        if group.kind is GroupKind.RECURRENT:
+            block = state_blocks[ref.group_id, label.tokens.stop]
+            yield StoreSource(label, ref, (block,), (block,))
+            continue
+        rows = rows_to_store(request.grid, ref, tables[ref.group_id])
+        if rows is not None:
+            blocks = blocks_of(rows, group.rows_per_block)
+            yield StoreSource(label, ref, rows, tuple(blocks))

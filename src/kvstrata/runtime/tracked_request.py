@@ -1,0 +1,108 @@
+"""One request as the scheduler half knows it.
+
+Ownership: scheduler thread only; dropped when the request has ended and its last job has settled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvstrata.core.chunk_grid import ChunkGrid
+from kvstrata.core.chunk_label import ChunkLabel, label_of
+from kvstrata.core.lookups import ChunkLookup, GroupLookups, LookupCodes, once_arrived
+from kvstrata.planning.load_plan import LoadBounds, LoadPlan, choose_load
+from kvstrata.planning.request_ledger import RequestLedger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvstrata.core.chunk_grid import ChunkGeometry
+    from kvstrata.core.ids import ChunkKey
+    from kvstrata.runtime.seam import NewRequest
+
+    Lookup = Callable[[Sequence[ChunkKey]], LookupCodes]
+
+
+class TrackedRequest:
+    """Chunks, progress and plans of one request.
+
+    Args:
+        new: as the engine announced it.
+        geometry: the engine's chunks.
+    """
+
+    def __init__(self, new: NewRequest, geometry: ChunkGeometry) -> None:
+        self.request_id = new.request_id
+        self.new = new
+        self.grid = ChunkGrid(geometry, new.hashes)
+        self.ledger = RequestLedger(self.grid)
+        self.failed: set[ChunkKey] = set()
+        """Not offered to this request again."""
+        self.asked_at: float | None = None
+        """When the engine first wanted to schedule it."""
+        self.plan: LoadPlan | None = None
+        """The last answer."""
+        self.awaited: set[ChunkKey] = set()
+        """What is being brought up for it."""
+        self.is_fetched = False
+        """Whether nothing more can be brought up for it."""
+
+    def choose(self, lookup: Lookup, local_tokens: int) -> LoadPlan:
+        """The longest hit now."""
+        return choose_load(self.grid.geometry, self._lookups(lookup), self._bounds(local_tokens))
+
+    def choose_awaited(self, lookup: Lookup, local_tokens: int) -> LoadPlan:
+        """The longest hit once everything under way has arrived."""
+        arrived = tuple(map(once_arrived, self._lookups(lookup)))
+        return choose_load(self.grid.geometry, arrived, self._bounds(local_tokens))
+
+    def labels(self, plan: LoadPlan) -> list[ChunkLabel]:
+        """The chunks of a plan, in the order of their tokens."""
+        labels = [
+            label_of(self.grid, load.group_id, index)
+            for load in plan.loads
+            for index in load.chunks
+        ]
+        return sorted(labels, key=lambda label: label.tokens.stop)
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """The keys of all chunks, group after group."""
+        for chunks in self.grid.geometry.groups:
+            yield from self.grid.keys(chunks.group_id)
+
+    def compute_from_local_hit(self) -> None:
+        """The request was given blocks and computes what it has not got."""
+        if self.plan is not None and not self.ledger.computed_tokens:
+            local = self.plan.local_tokens
+            self.ledger.resume(replace(self.plan, num_tokens=local, loads=()))
+
+    def preempt(self) -> None:
+        """The engine took the request's blocks; it starts again."""
+        self.ledger.preempt()
+        self.plan, self.asked_at, self.is_fetched = None, None, False
+
+    def lose(self, keys: Iterable[ChunkKey]) -> None:
+        """These could not be brought up; go on without those that were awaited."""
+        self.failed.update(self.awaited.intersection(keys))
+
+    def fail(self, keys: Iterable[ChunkKey]) -> None:
+        """Do not offer these again."""
+        self.failed.update(keys)
+
+    def _bounds(self, local_tokens: int) -> LoadBounds:
+        limit = self.new.limits.max_load_tokens
+        return LoadBounds(len(self.new.tokens), local_tokens, limit)
+
+    def _lookups(self, lookup: Lookup) -> GroupLookups:
+        found = self.grid.lookup(lookup)
+        return tuple(map(self._without_failed, range(len(found)), found)) if self.failed else found
+
+    def _without_failed(self, group: int, codes: LookupCodes) -> LookupCodes:
+        keys = self.grid.keys(self.grid.geometry.groups[group].group_id)
+        return LookupCodes(
+            bytes(
+                ChunkLookup.FAILED if key in self.failed else code
+                for key, code in zip(keys, codes, strict=True)
+            )
+        )

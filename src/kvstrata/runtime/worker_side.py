@@ -1,0 +1,142 @@
+"""The half beside one rank: moves bytes, decides nothing.
+
+A step's message brings copies between the device and the arena, and jobs for the tiers below. Loads
+start before the rank computes, stores after it; both run on threads of their own. What has ended
+goes back with the step's report.
+
+Ownership: the rank's thread calls everything here; threads own what their queues say.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvstrata.core.ids import ChunkKey
+from kvstrata.core.outcomes import Deadline
+from kvstrata.hierarchy.task_queue import Verb
+from kvstrata.runtime.messages import (
+    CopyReportMessage,
+    RankReport,
+    StepMessage,
+    TierReportMessage,
+    decode_step,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvstrata.core.layout import KVLayout
+    from kvstrata.hierarchy.tier_io import TierIO
+    from kvstrata.runtime.messages import TierJobMessage
+    from kvstrata.tiers.host_arena import HostArena
+    from kvstrata.transfers.cache_views import LayerCache
+    from kvstrata.transfers.copy_queue import CopyQueue
+
+
+class RankMemory:
+    """What a rank has once its caches are known.
+
+    Args:
+        arena: its memory for chunks.
+        copies: its way between arena and device.
+        tiers: its traffic with each lower tier, in the order of the configuration.
+        namespace: the fingerprint under which it keeps chunks.
+    """
+
+    def __init__(
+        self,
+        arena: HostArena,
+        copies: CopyQueue,
+        tiers: Sequence[TierIO],
+        namespace: str,
+    ) -> None:
+        self.arena = arena
+        self.copies = copies
+        self.tiers = tuple(tiers)
+        self.namespace = namespace
+
+    def close(self) -> None:
+        """Stop all threads; a hung medium keeps the arena."""
+        self.copies.close()
+        for tier in self.tiers:
+            tier.close()
+
+
+class WorkerSide:
+    """One rank's half.
+
+    Args:
+        rank: which rank.
+        open_memory: makes arena, copier and tiers when the caches are known.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        open_memory: Callable[[KVLayout, Mapping[str, LayerCache], int], RankMemory],
+    ) -> None:
+        self._rank = rank
+        self._open_memory = open_memory
+        self._memory: RankMemory | None = None
+        self._message = StepMessage()
+
+    def register_caches(
+        self, layout: KVLayout, caches: Mapping[str, LayerCache], num_blocks: int
+    ) -> None:
+        """Open everything that depends on the caches.
+
+        Raises:
+            ConfigError: something that is required cannot be opened.
+            LayoutError: the caches cannot be read with certainty.
+        """
+        self._memory = self._open_memory(layout, caches, num_blocks)
+
+    def start_step(self, message: bytes) -> None:
+        """Start loads and tier jobs."""
+        memory = self._opened
+        self._message = decode_step(message)
+        memory.copies.submit([job.read() for job in self._message.copies if job.is_load])
+        for tier_job in self._message.tier_jobs:
+            self._start(memory, tier_job)
+
+    def finish_step(self) -> bytes:
+        """Start stores, and say what has ended."""
+        memory = self._opened
+        memory.copies.submit([job.read() for job in self._message.copies if not job.is_load])
+        self._message = StepMessage()
+        return encode(
+            RankReport(
+                tier_reports=tuple(
+                    TierReportMessage.of(index, report)
+                    for index, tier in enumerate(memory.tiers)
+                    for report in tier.take_reports()
+                ),
+                copy_reports=tuple(map(CopyReportMessage.of, memory.copies.take_reports())),
+                namespace=memory.namespace,
+            )
+        )
+
+    def close(self) -> None:
+        """Stop. Does nothing on successive calls."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    @property
+    def _opened(self) -> RankMemory:
+        assert self._memory is not None, "register_caches comes first"
+        return self._memory
+
+    def _start(self, memory: RankMemory, job: TierJobMessage) -> None:
+        tier = memory.tiers[job.tier]
+        verb = Verb(job.verb)
+        deadline = Deadline(time.monotonic() + job.seconds_left)
+        if verb is Verb.FIND:
+            if self._rank == 0:
+                tier.find(job.job_id, [ChunkKey(key) for key in job.keys], deadline)
+            return
+        placed = [chunk.read() for chunk in job.chunks]
+        buffers = [memory.arena.buffer(label, extents) for label, extents in placed]
+        tier.move(job.job_id, verb, buffers, deadline)
