@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from kvstrata.core.ids import key_group
+
 if TYPE_CHECKING:
     from kvstrata.core.chunk_grid import ChunkGrid
     from kvstrata.core.ids import BlockHash, ChunkKey, GroupId
@@ -63,6 +65,11 @@ class ChunkLabel:
     """The prefix hash where the chunk starts; empty at the start of a request."""
     payload_bytes: int
     """On one rank."""
+
+    @property
+    def group_id(self) -> GroupId:
+        """The group that the chunk belongs to."""
+        return key_group(self.key)
 
 
 @dataclass(frozen=True, slots=True)

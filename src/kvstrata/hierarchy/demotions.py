@@ -63,17 +63,17 @@ class Demotions:
         self._jobs[tier.name, job_id] = {label.key: label.payload_bytes for label in taken}
         self._writing |= {(tier.name, label.key) for label in taken}
 
-    def ended(self, tier: LowerTier, report: TierReport) -> tuple[ChunkKey, ...]:
-        """Apply the report of a write; the chunks that the tier has now."""
+    def ended(self, tier: LowerTier, report: TierReport) -> dict[ChunkKey, int]:
+        """Apply the report of a write; the chunks that the tier has now, with their sizes."""
         if report.released:
             self._host.release(report.released)
-            return ()
+            return {}
         sizes = self._jobs.pop((tier.name, report.job_id))
         self._waiting_bytes[tier.name] -= sum(sizes.values())
         self._writing -= {(tier.name, key) for key in sizes}
         tier.known.found(report.outcome.done)
         self._host.release([key for key in sizes if key not in report.held])
-        return tuple(key for key in sizes if key in report.outcome.done)
+        return {key: size for key, size in sizes.items() if key in report.outcome.done}
 
     def _is_due(self, tier: LowerTier, label: ChunkLabel) -> bool:
         if tier.has(label.key) or (tier.name, label.key) in self._writing:

@@ -76,14 +76,18 @@ class Promotions:
             self._under_way[key] = _Promotion(Placed(by_key[key], extents), deadline)
         self._read(room.granted)
 
-    def ended(self, tier: LowerTier, report: TierReport) -> tuple[ChunkKey, ...]:
-        """Apply the report of a read; the chunks that are READY now."""
+    def ended(self, tier: LowerTier, report: TierReport) -> dict[ChunkKey, int]:
+        """Apply the report of a read; the chunks that are READY now, with their sizes."""
         if report.released:
             self._released(report.released)
-            return ()
+            return {}
         outcome = report.outcome
         self._learn(tier, report)
-        arrived = tuple(key for key in self._under_way if key in outcome.done)
+        arrived = {
+            key: promotion.placed.label.payload_bytes
+            for key, promotion in self._under_way.items()
+            if key in outcome.done
+        }
         for key in arrived:
             del self._under_way[key]
         self._host.settle(arrived)

@@ -34,11 +34,20 @@ _MOST_REPORTED: Final = 100_000
 """Corrupt chunks remembered as reported; then all are forgotten."""
 
 
+class Moved(NamedTuple):
+    """Bytes that one job read from or wrote to a lower tier, on each rank."""
+
+    tier: str
+    verb: Verb
+    num_bytes: int
+    seconds: float
+
+
 class Changes(NamedTuple):
     """What `poll` brought."""
 
-    arrived: tuple[ChunkKey, ...]
-    """READY in host memory now."""
+    arrived: tuple[tuple[str, ChunkKey], ...]
+    """READY in host memory now, with the tier they came from."""
     lost: tuple[ChunkKey, ...]
     """Promotions that ended without their chunk."""
     evicted: tuple[ChunkKey, ...]
@@ -47,6 +56,11 @@ class Changes(NamedTuple):
     """In a lower tier now, on every rank."""
     faults: tuple[Fault, ...]
     """New ones; a corrupt chunk is reported once."""
+    moved: tuple[Moved, ...] = ()
+    found: tuple[tuple[str, ChunkKey], ...] = ()
+    """Known to be in a lower tier now, though nobody here wrote them."""
+    gone: tuple[tuple[str, ChunkKey], ...] = ()
+    """Known not to be in a lower tier, or to be bad there."""
 
 
 class TierStack:
@@ -115,26 +129,37 @@ class TierStack:
 
     def poll(self) -> Changes:
         """Apply what the ranks have reported. Never blocks."""
-        arrived: list[ChunkKey] = []
+        arrived: list[tuple[str, ChunkKey]] = []
         written: list[tuple[str, ChunkKey]] = []
         faults: list[Fault] = []
+        moved: list[Moved] = []
+        found: list[tuple[str, ChunkKey]] = []
+        gone: list[tuple[str, ChunkKey]] = []
         for tier in self._tiers:
             for report in tier.ranks.take_reports():
                 if not report.released:
                     faults.extend(f for f in tier.judge(report) if self._is_news(f))
-                if report.verb is Verb.READ:
-                    arrived.extend(self._promotions.ended(tier, report))
-                elif report.verb is Verb.WRITE:
-                    done = self._demotions.ended(tier, report)
-                    written.extend((tier.name, key) for key in done)
-                else:
+                gone.extend((tier.name, key) for key in _not_there(report))
+                if report.verb is Verb.FIND:
                     self._answered(tier, report)
+                    found.extend((tier.name, key) for key in report.outcome.done)
+                    continue
+                is_read = report.verb is Verb.READ
+                jobs = self._promotions if is_read else self._demotions
+                sizes = jobs.ended(tier, report)
+                (arrived if is_read else written).extend((tier.name, key) for key in sizes)
+                if sizes:
+                    total = sum(sizes.values())
+                    moved.append(Moved(tier.name, report.verb, total, report.seconds))
         return Changes(
             tuple(arrived),
             self._promotions.take_lost(),
             self._promotions.take_evicted(),
             tuple(written),
             tuple(faults),
+            tuple(moved),
+            tuple(found),
+            tuple(gone),
         )
 
     def tiers_with(self, key: ChunkKey) -> tuple[str, ...]:
@@ -168,3 +193,10 @@ class TierStack:
             self._reported = set()
         self._reported |= marks
         return is_news
+
+
+def _not_there(report: TierReport) -> set[ChunkKey]:
+    """The chunks that a read or a question found missing or bad."""
+    failed = report.outcome.failed
+    bad = {key for key, error in failed.items() if isinstance(error, ChunkCorrupt)}
+    return bad | report.outcome.absent

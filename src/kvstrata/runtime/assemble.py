@@ -23,6 +23,7 @@ from kvstrata.policies.registry import make_policy
 from kvstrata.runtime.message_channel import MessageChannel, Outbox
 from kvstrata.runtime.scheduler_side import SchedulerSide, Wiring
 from kvstrata.runtime.worker_side import RankMemory, WorkerSide
+from kvstrata.telemetry.event_tracker import make_tracker
 from kvstrata.tiers.host_arena import HostArena
 from kvstrata.tiers.host_memory import HostMemoryIndex
 from kvstrata.tiers.registry import open_store
@@ -83,7 +84,8 @@ def make_scheduler_side(
     policy = make_policy(config.host.eviction, config.host.capacity)
     host = HostMemoryIndex(config.host.capacity, policy)
     stack = TierStack(host, tiers, clock)
-    return SchedulerSide(config, geometry, Wiring(stack, outbox, channels, num_ranks), clock)
+    wiring = Wiring(stack, outbox, channels, num_ranks)
+    return SchedulerSide(config, geometry, wiring, make_tracker(config), clock)
 
 
 def make_worker_side(config: Config, identity: ModelIdentity, rank: int) -> WorkerSide:

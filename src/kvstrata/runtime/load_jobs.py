@@ -5,16 +5,18 @@ Ownership: scheduler thread only.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstrata.core.spans import TokenSpan
 from kvstrata.transfers.copy_plans import load_copies
 from kvstrata.transfers.copy_queue import CopyJob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from kvstrata.core.ids import ChunkKey
+    from kvstrata.core.ids import ChunkKey, GroupId
     from kvstrata.planning.load_plan import LoadPlan
     from kvstrata.runtime.tracked_request import TrackedRequest
     from kvstrata.tiers.host_memory import HostMemoryIndex
@@ -28,7 +30,32 @@ class Load:
     request: TrackedRequest
     plan: LoadPlan
     keys: tuple[ChunkKey, ...]
-    num_bytes: int
+
+    def bytes_by_group(self) -> Counter[GroupId]:
+        """Bytes to copy on each rank, by group."""
+        sizes: Counter[GroupId] = Counter()
+        for load in self.plan.loads:
+            chunks = self.request.grid.geometry.groups[load.group_id]
+            sizes[load.group_id] += chunks.chunk_bytes * len(load.chunks)
+        return sizes
+
+    def tokens_by_source(self, source_of: Callable[[ChunkKey], str]) -> Counter[str]:
+        """The tokens of the hit, by where the chunks came from that cover most of it.
+
+        Args:
+            source_of: asked once for every chunk of the load.
+        """
+        sources = {key: source_of(key) for key in self.keys}
+        grid = self.request.grid
+        widest = max(self.plan.loads, key=lambda load: len(load.tokens))
+        hit = TokenSpan(self.plan.local_tokens, self.plan.num_tokens)
+        tokens: Counter[str] = Counter()
+        for index in widest.chunks:
+            span = grid.geometry.groups[widest.group_id].tokens(index)
+            tokens[sources[grid.key(widest.group_id, index)]] += len(span.intersection(hit))
+        last = sources[grid.key(widest.group_id, widest.chunks.stop - 1)]
+        tokens[last] += len(hit) - tokens.total()
+        return tokens
 
 
 class LoadJobs:
@@ -60,8 +87,7 @@ class LoadJobs:
         copies = tuple(load_copies(request.grid, plan, tables, self._host.extents))
         keys = tuple(dict.fromkeys(copy.key for copy in copies))
         self._host.lease(keys)
-        num_bytes = sum(copy.payload_bytes for copy in copies)
-        self._loads[job_id] = Load(request, plan, keys, num_bytes)
+        self._loads[job_id] = Load(request, plan, keys)
         return CopyJob(job_id, is_load=True, chunks=copies)
 
     def end(self, report: CopyReport) -> Load | None:

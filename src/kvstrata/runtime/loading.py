@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvstrata.core.outcomes import Deadline
 from kvstrata.runtime.load_jobs import LoadJobs
 from kvstrata.runtime.seam import Match
+from kvstrata.runtime.tracked_request import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,15 +62,21 @@ class Loading:
 
     def answer(self, request: TrackedRequest, local_tokens: int) -> Match | None:
         """How much can be loaded behind the engine's own hit; None: ask again."""
+        now = self._clock()
         if request.asked_at is None:
-            request.asked_at = self._clock()
+            request.asked_at = now
         plan = request.choose(self._stack.lookup, local_tokens)
-        if plan.awaited_tokens > plan.num_tokens and self._may_wait(request):
-            self._fetch(request, local_tokens)
-            return None
-        if plan.loads and not self._is_worth(request, plan):
+        ran_out_of_time = False
+        if plan.awaited_tokens > plan.num_tokens:
+            ran_out_of_time = now >= self._deadline(request)
+            if not ran_out_of_time:
+                self._fetch(request, local_tokens)
+                return None
+        was_too_slow = bool(plan.loads) and not self._is_worth(request, plan)
+        if was_too_slow:
             plan = replace(plan, num_tokens=local_tokens, loads=())
         request.plan = plan
+        request.verdict = Verdict(now - request.asked_at, ran_out_of_time, was_too_slow)
         return Match(plan.external_tokens)
 
     def start(
@@ -111,9 +118,6 @@ class Loading:
 
     def _is_worth(self, request: TrackedRequest, plan: LoadPlan) -> bool:
         return self._config.decide == "always" or self._speeds.is_worth(request, plan)
-
-    def _may_wait(self, request: TrackedRequest) -> bool:
-        return self._clock() < self._deadline(request)
 
     def _deadline(self, request: TrackedRequest) -> Deadline:
         start = self._clock() if request.asked_at is None else request.asked_at

@@ -20,16 +20,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstrata.config.schema import tier_name
 from kvstrata.runtime.lazy_stores import LazyStores
 from kvstrata.runtime.loading import Loading
 from kvstrata.runtime.messages import CopyJobMessage, StepMessage, decode_report, encode
 from kvstrata.runtime.rank_quorum import RankQuorum
+from kvstrata.runtime.recorder import Recorder
 from kvstrata.runtime.seam import EndedLoads, Match
 from kvstrata.runtime.shield import shielded
 from kvstrata.runtime.speeds import MeasuredSpeeds
 from kvstrata.runtime.store_jobs import StoreJobs
 from kvstrata.runtime.storing import choose_sources
 from kvstrata.runtime.tracked_request import TrackedRequest
+from kvstrata.telemetry import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,10 +40,13 @@ if TYPE_CHECKING:
     from kvstrata.config.schema import Config
     from kvstrata.core.chunk_grid import ChunkGeometry
     from kvstrata.hierarchy.tier_stack import Changes, TierStack
+    from kvstrata.runtime.explanations import Explanation
     from kvstrata.runtime.message_channel import MessageChannel, Outbox
     from kvstrata.runtime.messages import RankReport
     from kvstrata.runtime.seam import BlockTables, NewRequest, SchedulerContext, StepProgress
     from kvstrata.runtime.store_jobs import StoreSource
+    from kvstrata.telemetry.event_tracker import EventsTracker
+    from kvstrata.telemetry.metrics import Sample
     from kvstrata.transfers.copy_queue import CopyJob, CopyReport
 
 _log = logging.getLogger(__name__)
@@ -71,6 +77,7 @@ class SchedulerSide:
         config: the user's settings.
         geometry: the engine's chunks.
         wiring: the tiers, and the way to the ranks.
+        tracker: announces chunks.
         clock: monotonic seconds.
     """
 
@@ -79,6 +86,7 @@ class SchedulerSide:
         config: Config,
         geometry: ChunkGeometry,
         wiring: Wiring,
+        tracker: EventsTracker,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -87,6 +95,8 @@ class SchedulerSide:
         self._stack = wiring.stack
         self._requests: dict[str, TrackedRequest] = {}
         self._speeds = MeasuredSpeeds(clock)
+        names = [tier_name(tier) for tier in config.tiers]
+        self._recorder = Recorder(tracker, names, self._stack.tiers_with, clock)
         self._loading = Loading(config.load, self._stack, clock, self._speeds)
         self._quorum = RankQuorum(wiring.num_ranks)
         self._job_ids = itertools.count(1)
@@ -170,14 +180,32 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget what is in host memory; the tiers below keep what they have."""
         self._stores.void()
-        self._stack.host.clear()
+        self._recorder.left_host(self._stack.host.clear())
         for request in self._requests.values():
             request.plan = None
         return True
 
     def take_events(self) -> Sequence[object]:
-        """Hand over what has happened since the last call."""
-        return []
+        """Hand over what has happened to chunks since the last call."""
+        return self._recorder.tracker.take_events()
+
+    def stats(self) -> list[Sample]:
+        """Every metric as it is now."""
+        counters = self._recorder.counters
+        for hook, count in self.hook_faults.items():
+            counters.set(metrics.HOOK_FAULTS, count, hook)
+        for tier, count in self._stack.num_dropped.items():
+            counters.set(metrics.WRITES_DROPPED, count, tier)
+        counters.set(metrics.PENDING, len(self._loading), "loads")
+        counters.set(metrics.PENDING, len(self._stores), "stores")
+        counters.set(metrics.PENDING, self._stack.num_pending, "tier jobs")
+        counters.set(metrics.HOST_BYTES, self._stack.host.free_bytes, "free")
+        counters.set(metrics.HOST_BYTES, self._config.host.capacity, "capacity")
+        return counters.snapshot()
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request's hit was as long as it was; kept for the last requests."""
+        return self._recorder.explanations.of(request_id)
 
     def close(self) -> None:
         """Let go of the tiers. Does nothing on successive calls."""
@@ -199,15 +227,18 @@ class SchedulerSide:
     def _start(
         self, request: TrackedRequest, tables: BlockTables, external_tokens: int
     ) -> CopyJob | None:
-        if external_tokens:
-            return self._loading.start(self._next_job_id(), request, tables, external_tokens)
-        request.compute_from_local_hit()
-        return None
+        self._recorder.admitted(request, external_tokens)
+        if not external_tokens:
+            request.compute_from_local_hit()
+            return None
+        self._recorder.described(request, request.loaded_refs())
+        return self._loading.start(self._next_job_id(), request, tables, external_tokens)
 
     def _store(self, request: TrackedRequest, sources: Sequence[StoreSource]) -> None:
         """Store now, or remember for later."""
         if not sources:
             return
+        self._recorder.described(request, [source.ref for source in sources])
         if self._lazy is None:
             self._begin(sources, request)
             return
@@ -218,6 +249,8 @@ class SchedulerSide:
 
     def _begin(self, sources: Sequence[StoreSource], request: TrackedRequest | None) -> None:
         started = self._stores.start(sources, None if request is None else request.ledger)
+        self._recorder.evicted(started.evicted)
+        self._recorder.refused(started.num_refused)
         if started.job is not None:
             self._quorum.expect(started.job.job_id)
             self._to_send.append(started.job)
@@ -235,8 +268,10 @@ class SchedulerSide:
         """Every rank has reported a job of copies."""
         if (load := self._loading.end(outcome)) is not None:
             self._speeds.load_reported(outcome)
+            self._recorder.loaded(load, outcome)
             self._load_ended(load.request.request_id, is_done=not outcome.failed)
         elif (settled := self._stores.end(outcome)) is not None:
+            self._recorder.stored(settled.stored, outcome)
             self._stack.demote(settled.stored)
 
     def _load_ended(self, request_id: str, *, is_done: bool) -> None:
@@ -250,7 +285,7 @@ class SchedulerSide:
 
     def _apply(self, changes: Changes) -> None:
         """Take in what the tiers below have reported."""
-        for request in self._requests.values():
-            request.lose(changes.lost)
-        for fault in changes.faults:
-            _log.warning("%s", fault.error)
+        self._recorder.tiers_changed(changes)
+        if changes.lost:
+            for request in self._requests.values():
+                request.lose(changes.lost)

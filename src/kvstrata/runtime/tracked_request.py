@@ -6,13 +6,13 @@ Ownership: scheduler thread only; dropped when the request has ended and its las
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.core.chunk_grid import ChunkGrid
 from kvstrata.core.chunk_label import ChunkLabel, label_of
 from kvstrata.core.lookups import ChunkLookup, GroupLookups, LookupCodes, once_arrived
 from kvstrata.planning.load_plan import LoadBounds, LoadPlan, choose_load
-from kvstrata.planning.request_ledger import RequestLedger
+from kvstrata.planning.request_ledger import ChunkRef, RequestLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from kvstrata.runtime.seam import NewRequest
 
     Lookup = Callable[[Sequence[ChunkKey]], LookupCodes]
+
+
+class Verdict(NamedTuple):
+    """How an answer came about."""
+
+    waited_s: float
+    ran_out_of_time: bool
+    was_too_slow: bool
+    """Whether computing was expected to be faster than loading."""
 
 
 class TrackedRequest:
@@ -43,6 +52,8 @@ class TrackedRequest:
         """When the engine first wanted to schedule it."""
         self.plan: LoadPlan | None = None
         """The last answer."""
+        self.verdict: Verdict | None = None
+        """How it came about."""
         self.awaited: set[ChunkKey] = set()
         """What is being brought up for it."""
         self.is_fetched = False
@@ -65,6 +76,11 @@ class TrackedRequest:
             for index in load.chunks
         ]
         return sorted(labels, key=lambda label: label.tokens.stop)
+
+    def loaded_refs(self) -> list[ChunkRef]:
+        """The chunks of the last answer."""
+        loads = () if self.plan is None else self.plan.loads
+        return [ChunkRef(load.group_id, index) for load in loads for index in load.chunks]
 
     def keys(self) -> Iterator[ChunkKey]:
         """The keys of all chunks, group after group."""

@@ -1,0 +1,143 @@
+"""Everything that is counted, announced or explained, told in one place.
+
+The scheduler half says what happened; this turns it into metrics, events and explanations, and
+decides nothing.
+
+Ownership: scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvstrata.hierarchy.task_queue import Verb
+from kvstrata.runtime.chunk_history import ChunkHistory
+from kvstrata.runtime.explanations import Explanations
+from kvstrata.telemetry import metrics
+from kvstrata.telemetry.event_tracker import HOST
+from kvstrata.telemetry.metrics import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstrata.core.chunk_label import ChunkLabel
+    from kvstrata.core.ids import ChunkKey
+    from kvstrata.hierarchy.tier_stack import Changes
+    from kvstrata.planning.request_ledger import ChunkRef
+    from kvstrata.runtime.load_jobs import Load
+    from kvstrata.runtime.tracked_request import TrackedRequest
+    from kvstrata.telemetry.event_tracker import EventsTracker
+    from kvstrata.transfers.copy_queue import CopyReport
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Counters, events and explanations of one scheduler half.
+
+    Args:
+        tracker: announces chunks.
+        tier_names: the lower tiers.
+        tiers_with: the lower tiers known to have a chunk.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tracker: EventsTracker,
+        tier_names: Sequence[str],
+        tiers_with: Callable[[ChunkKey], tuple[str, ...]],
+        clock: Callable[[], float],
+    ) -> None:
+        self.counters = Counters()
+        self.tracker = tracker
+        self._history = ChunkHistory(clock, tier_names)
+        self.explanations = Explanations(self._history)
+        self._tiers_with = tiers_with
+        self._origins: dict[ChunkKey, str] = {}
+        """Where chunks in host memory came from, until they are first loaded."""
+
+    def admitted(self, request: TrackedRequest, external_tokens: int) -> None:
+        """A request was given blocks: its tokens come from the device, a load, or computing."""
+        plan, total = request.plan, len(request.new.tokens)
+        local = 0 if plan is None else plan.local_tokens
+        computed = max(0, total - local - external_tokens)
+        count = self.counters.add
+        count(metrics.LOOKUPS, 1)
+        count(metrics.LOOKUP_TOKENS, total)
+        count(metrics.MISS_TOKENS, computed)
+        count(metrics.PROMPT_TOKENS, local, "local")
+        count(metrics.PROMPT_TOKENS, computed, "computed")
+        for obstacle in () if plan is None else plan.obstacles[-1:]:
+            count(metrics.OBSTACLES, 1, obstacle.group_id)
+        if request.verdict is not None and request.verdict.ran_out_of_time:
+            count(metrics.DEADLINE_MISSES, 1)
+        self.explanations.keep(request)
+
+    def described(self, request: TrackedRequest, refs: Iterable[ChunkRef]) -> None:
+        """Chunks of a request are stored or loaded: what they announce is known while it lives."""
+        for group_id, chunk in refs:
+            self.tracker.describe(
+                request.grid, group_id, chunk, tokens=request.new.tokens, lora=request.new.lora
+            )
+
+    def loaded(self, load: Load, report: CopyReport) -> None:
+        """A load has been copied by every rank."""
+        if report.failed:
+            self.counters.add(metrics.LOADS_FAILED, 1)
+            return
+        self.counters.add(metrics.LOAD_SECONDS, report.seconds)
+        for group_id, num_bytes in load.bytes_by_group().items():
+            self.counters.add(metrics.LOAD_BYTES, num_bytes, group_id)
+        for source, num_tokens in load.tokens_by_source(self._take_origin).items():
+            self.counters.add(metrics.HIT_TOKENS, num_tokens, source)
+            self.counters.add(metrics.PROMPT_TOKENS, num_tokens, source)
+
+    def refused(self, num_chunks: int) -> None:
+        """Chunks found no room."""
+        if num_chunks:
+            self.counters.add(metrics.STORES_REFUSED, num_chunks)
+
+    def stored(self, labels: Sequence[ChunkLabel], report: CopyReport) -> None:
+        """Chunks are in host memory, on every rank."""
+        self.counters.add(metrics.STORE_SECONDS, report.seconds)
+        for label in labels:
+            self.counters.add(metrics.STORE_BYTES, label.payload_bytes, label.group_id)
+            self.tracker.stored(label.key, HOST)
+
+    def evicted(self, keys: Sequence[ChunkKey]) -> None:
+        """Chunks left host memory to make room."""
+        if keys:
+            self.counters.add(metrics.EVICTIONS, len(keys), HOST)
+            self.left_host(keys)
+
+    def left_host(self, keys: Sequence[ChunkKey]) -> None:
+        """Chunks left host memory."""
+        self._history.left(keys, self._tiers_with)
+        for key in keys:
+            self.tracker.removed(key, HOST)
+            self._origins.pop(key, None)
+
+    def tiers_changed(self, changes: Changes) -> None:
+        """What the tiers below have reported."""
+        self.evicted(changes.evicted)
+        for tier, key in changes.arrived:
+            self._origins[key] = tier
+            self.tracker.stored(key, HOST)
+        for tier, key in (*changes.written, *changes.found):
+            self.tracker.stored(key, tier)
+        for tier, key in changes.gone:
+            self.tracker.removed(key, tier)
+        for move in changes.moved:
+            is_read = move.verb is Verb.READ
+            num_bytes = metrics.READ_BYTES if is_read else metrics.WRITE_BYTES
+            seconds = metrics.READ_SECONDS if is_read else metrics.WRITE_SECONDS
+            self.counters.add(num_bytes, move.num_bytes, move.tier)
+            self.counters.add(seconds, move.seconds, move.tier)
+        for fault in changes.faults:
+            self.counters.add(metrics.TIER_FAULTS, 1, fault.tier, type(fault.error).__name__)
+            _log.warning("%s", fault.error)
+
+    def _take_origin(self, key: ChunkKey) -> str:
+        return self._origins.pop(key, HOST)
