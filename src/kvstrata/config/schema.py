@@ -21,6 +21,7 @@ Weight: TypeAlias = Annotated[
 TierName: TypeAlias = Annotated[
     str | None, Meta(description="Name in metrics, events and logs; null: the kind.")
 ]
+Endpoint: TypeAlias = Annotated[str, Meta(pattern=r"^(tcp|ipc)://.+")]
 Required: TypeAlias = Annotated[
     bool, Meta(description="Whether a tier that cannot be opened stops the start.")
 ]
@@ -170,6 +171,24 @@ class EventsConfig(_Section, frozen=True, kw_only=True):
     self_describing: Annotated[
         bool, Meta(description="Whether events carry tokens, parents, groups and tiers.")
     ] = False
+    endpoint: Annotated[
+        Endpoint | None,
+        Meta(
+            description="Where kvstrata publishes them itself, as in tcp://*:5557; "
+            "null: the engine does."
+        ),
+    ] = None
+    replay_endpoint: Annotated[
+        Endpoint | None,
+        Meta(description="Where readers ask for batches they missed; null: they cannot."),
+    ] = None
+    topic: Annotated[str, Meta(description="The topic that readers subscribe to.")] = ""
+    queue_batches: Annotated[
+        int, Meta(ge=1, description="Most batches that wait to be sent; then new ones are dropped.")
+    ] = 10_000
+    replay_batches: Annotated[
+        int, Meta(ge=1, description="Past batches kept for readers that missed some.")
+    ] = 10_000
 
 
 class Config(_Section, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from kvstrata.core.spans import RowSpan, TokenSpan, whole_units
 from kvstrata.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstrata.core.lookups import GroupLookups, LookupCodes
 
@@ -168,6 +168,11 @@ class ChunkGrid:
         if len(keys) < self.num_chunks(group_id):
             self._grow(keys, self.geometry.groups[group_id])
         return keys
+
+    def all_keys(self) -> Iterator[ChunkKey]:
+        """The keys of all chunks so far, group after group."""
+        for chunks in self.geometry.groups:
+            yield from self.keys(chunks.group_id)
 
     def hash_before(self, num_tokens: int) -> BlockHash:
         """The prefix hash of the first `num_tokens` tokens, a multiple of the hash block."""

@@ -53,6 +53,7 @@ class LazyStores:
     def remember(self, grid: ChunkGrid, sources: Sequence[StoreSource]) -> None:
         """These are complete and could be stored."""
         for source in sources:
+            self._forget(source.label.key)
             for block in source.blocks:
                 self._forget(self._key_of_block.get(block))
             self._candidates[source.label.key] = _Candidate(source, _contents(grid, source))

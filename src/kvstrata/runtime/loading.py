@@ -53,7 +53,7 @@ class Loading:
 
     def arrive(self, request: TrackedRequest) -> None:
         """Find out what the tiers below know about a new request's chunks."""
-        self._stack.ask(list(request.keys()), self._deadline(request))
+        self._stack.ask(list(request.grid.all_keys()), self._deadline(request))
 
     def prefetch(self, request: TrackedRequest) -> None:
         """Bring up what a waiting request will want, before the engine asks."""

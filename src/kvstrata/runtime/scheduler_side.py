@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 
     from kvstrata.config.schema import Config
     from kvstrata.core.chunk_grid import ChunkGeometry
-    from kvstrata.hierarchy.tier_stack import Changes, TierStack
+    from kvstrata.core.ids import ChunkKey
+    from kvstrata.hierarchy.tier_stack import TierStack
+    from kvstrata.planning.request_ledger import RequestLedger
     from kvstrata.runtime.explanations import Explanation
     from kvstrata.runtime.message_channel import MessageChannel, Outbox
-    from kvstrata.runtime.messages import RankReport
     from kvstrata.runtime.seam import BlockTables, NewRequest, SchedulerContext, StepProgress
     from kvstrata.runtime.store_jobs import StoreSource
     from kvstrata.telemetry.event_tracker import EventsTracker
@@ -142,39 +143,32 @@ class SchedulerSide:
         elif external_tokens:  # the request waits for a load that will not come
             self._load_ended(request_id, is_done=False)
 
-    @shielded(lambda: encode(StepMessage()))
     def plan_step(self, progress: StepProgress) -> bytes:
-        """Choose stores, promote for waiting requests, and say what ranks shall do."""
-        self._speeds.step_planned(progress)
-        for request_id in progress.preempted:
-            self._requests[request_id].preempt()
-        for running in progress.running:
-            request = self._requests[running.request_id]
-            tables = self._context.request_blocks(running.request_id)
-            self._store(request, choose_sources(self._config.store, request, running, tables))
-        if self._lazy:
-            self._begin(self._lazy.about_to_leave(progress), None)
-        for request_id in self._context.waiting_requests()[:MOST_PREFETCHED]:
-            self._loading.prefetch(self._requests[request_id])
+        """Choose stores, promote for waiting requests, and say what ranks shall do.
+
+        Whatever fails here, what was promised to requests is sent.
+        """
+        self._follow(progress)
+        self._prefetch()
         copies, self._to_send = self._to_send, []
         message = StepMessage(self._wiring.outbox.take(), tuple(map(CopyJobMessage.of, copies)))
         return encode(message)
 
-    @shielded(EndedLoads)
     def report(self, reports: Sequence[bytes]) -> EndedLoads:
         """Settle what every rank has reported."""
         self._speeds.step_reported()
         for rank, data in enumerate(reports):
-            if data:
-                self._take(rank, decode_report(data))
-        self._apply(self._stack.poll())
+            self._take(rank, data)
+        self._poll()
         ended, self._ended_loads = self._ended_loads, EndedLoads()
         return ended
 
     @shielded(lambda: None)
     def finished(self, request_id: str) -> None:
         """Forget a request; what it has under way settles by itself."""
-        self._requests.pop(request_id).ledger.end()
+        ledger = self._requests.pop(request_id).ledger
+        ledger.end()
+        self._forget_if_settled(ledger)
 
     @shielded(lambda: False)
     def reset(self) -> bool:
@@ -202,6 +196,20 @@ class SchedulerSide:
         counters.set(metrics.HOST_BYTES, self._stack.host.free_bytes, "free")
         counters.set(metrics.HOST_BYTES, self._config.host.capacity, "capacity")
         return counters.snapshot()
+
+    @property
+    def tracker(self) -> EventsTracker:
+        """What announces chunks."""
+        return self._recorder.tracker
+
+    @property
+    def num_leases(self) -> int:
+        """Holds on chunks in host memory, of loads and demotions under way."""
+        return self._stack.host.num_leases
+
+    def host_keys(self) -> frozenset[ChunkKey]:
+        """The chunks that can be loaded from host memory now."""
+        return self._stack.host.ready_keys()
 
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request's hit was as long as it was; kept for the last requests."""
@@ -234,6 +242,25 @@ class SchedulerSide:
         self._recorder.described(request, request.loaded_refs())
         return self._loading.start(self._next_job_id(), request, tables, external_tokens)
 
+    @shielded(lambda: None)
+    def _follow(self, progress: StepProgress) -> None:
+        """Take in what a step does, and store what it completes."""
+        self._speeds.step_planned(progress)
+        for request_id in progress.preempted:
+            self._requests[request_id].preempt()
+        for running in progress.running:
+            request = self._requests[running.request_id]
+            tables = self._context.request_blocks(running.request_id)
+            self._store(request, choose_sources(self._config.store, request, running, tables))
+        if self._lazy:
+            self._begin(self._lazy.about_to_leave(progress), None)
+
+    @shielded(lambda: None)
+    def _prefetch(self) -> None:
+        """Bring up what the next requests will want."""
+        for request_id in self._context.waiting_requests()[:MOST_PREFETCHED]:
+            self._loading.prefetch(self._requests[request_id])
+
     def _store(self, request: TrackedRequest, sources: Sequence[StoreSource]) -> None:
         """Store now, or remember for later."""
         if not sources:
@@ -255,8 +282,12 @@ class SchedulerSide:
             self._quorum.expect(started.job.job_id)
             self._to_send.append(started.job)
 
-    def _take(self, rank: int, report: RankReport) -> None:
+    @shielded(lambda: None)
+    def _take(self, rank: int, data: bytes) -> None:
         """Take in one rank's report."""
+        if not data:
+            return
+        report = decode_report(data)
         for tier_report in report.tier_reports:
             self._wiring.channels[tier_report.tier][rank].deliver(tier_report.read())
         for copy_report in report.copy_reports:
@@ -264,6 +295,7 @@ class SchedulerSide:
             if outcome is not None:
                 self._copied(outcome)
 
+    @shielded(lambda: None)
     def _copied(self, outcome: CopyReport) -> None:
         """Every rank has reported a job of copies."""
         if (load := self._loading.end(outcome)) is not None:
@@ -273,6 +305,13 @@ class SchedulerSide:
         elif (settled := self._stores.end(outcome)) is not None:
             self._recorder.stored(settled.stored, outcome)
             self._stack.demote(settled.stored)
+            if settled.ledger is not None:
+                self._forget_if_settled(settled.ledger)
+
+    def _forget_if_settled(self, ledger: RequestLedger) -> None:
+        """What an ended request's chunks announce is not needed once its stores have settled."""
+        if ledger.has_ended and not ledger.num_in_flight and self._lazy is None:
+            self._recorder.tracker.forget(ledger.grid.all_keys())
 
     def _load_ended(self, request_id: str, *, is_done: bool) -> None:
         ended = self._ended_loads
@@ -283,8 +322,10 @@ class SchedulerSide:
             else EndedLoads(ended.done, ended.failed | new)
         )
 
-    def _apply(self, changes: Changes) -> None:
+    @shielded(lambda: None)
+    def _poll(self) -> None:
         """Take in what the tiers below have reported."""
+        changes = self._stack.poll()
         self._recorder.tiers_changed(changes)
         if changes.lost:
             for request in self._requests.values():

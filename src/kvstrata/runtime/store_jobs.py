@@ -53,6 +53,8 @@ class SettledStore(NamedTuple):
 
     stored: tuple[ChunkLabel, ...]
     failed: tuple[ChunkLabel, ...]
+    ledger: RequestLedger | None
+    """Whose progress it was."""
 
 
 class StartedStore(NamedTuple):
@@ -127,7 +129,7 @@ class StoreJobs:
         self._host.settle(_keys(done), _keys(failed))
         if store.ledger:
             store.ledger.settle(_refs(done), _refs(failed))
-        return SettledStore(_labels(done), _labels(failed))
+        return SettledStore(_labels(done), _labels(failed), store.ledger)
 
     def void(self) -> None:
         """The cache was reset: what is under way will not count."""

@@ -15,7 +15,7 @@ from kvstrata.planning.load_plan import LoadBounds, LoadPlan, choose_load
 from kvstrata.planning.request_ledger import ChunkRef, RequestLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstrata.core.chunk_grid import ChunkGeometry
     from kvstrata.core.ids import ChunkKey
@@ -81,11 +81,6 @@ class TrackedRequest:
         """The chunks of the last answer."""
         loads = () if self.plan is None else self.plan.loads
         return [ChunkRef(load.group_id, index) for load in loads for index in load.chunks]
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """The keys of all chunks, group after group."""
-        for chunks in self.grid.geometry.groups:
-            yield from self.grid.keys(chunks.group_id)
 
     def compute_from_local_hit(self) -> None:
         """The request was given blocks and computes what it has not got."""

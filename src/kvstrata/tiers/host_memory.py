@@ -82,6 +82,15 @@ class HostMemoryIndex:
         """Room that nobody has."""
         return self._room.free_pages * PAGE_BYTES
 
+    @property
+    def num_leases(self) -> int:
+        """Holds on chunks."""
+        return sum(resident.num_leases for resident in self._residents.values())
+
+    def ready_keys(self) -> frozenset[ChunkKey]:
+        """All READY chunks."""
+        return frozenset(k for k, code in self._codes.items() if code == ChunkLookup.READY)
+
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupCodes:
         """READY, ARRIVING or ABSENT for each key. Never blocks. Changes nothing."""
         get = self._codes.get

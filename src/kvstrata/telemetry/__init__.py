@@ -1,0 +1,1 @@
+"""What kvstrata tells the outside: events, metrics, explanations."""
