@@ -88,7 +88,7 @@ class LoadJobs:
         keys = tuple(dict.fromkeys(copy.key for copy in copies))
         self._host.lease(keys)
         self._loads[job_id] = Load(request, plan, keys)
-        return CopyJob(job_id, is_load=True, chunks=copies)
+        return CopyJob(job_id, copies, waiting_request=request.request_id)
 
     def end(self, report: CopyReport) -> Load | None:
         """Let go of a load's chunks; None: the job is none of these."""

@@ -116,17 +116,19 @@ class CopyJobMessage(_Message, frozen=True, array_like=True):
     """Copies that are reported together."""
 
     job_id: int
-    is_load: bool
     chunks: tuple[ChunkCopyMessage, ...]
+    waiting_request: str | None
 
     @classmethod
     def of(cls, job: CopyJob) -> CopyJobMessage:
         """Ready to be sent."""
-        return cls(job.job_id, job.is_load, tuple(map(ChunkCopyMessage.of, job.chunks)))
+        chunks = tuple(map(ChunkCopyMessage.of, job.chunks))
+        return cls(job.job_id, chunks, job.waiting_request)
 
     def read(self) -> CopyJob:
         """As it was before."""
-        return CopyJob(self.job_id, self.is_load, tuple(chunk.read() for chunk in self.chunks))
+        chunks = tuple(chunk.read() for chunk in self.chunks)
+        return CopyJob(self.job_id, chunks, self.waiting_request)
 
 
 class StepMessage(_Message, frozen=True, array_like=True):
@@ -134,6 +136,8 @@ class StepMessage(_Message, frozen=True, array_like=True):
 
     tier_jobs: tuple[TierJobMessage, ...] = ()
     copies: tuple[CopyJobMessage, ...] = ()
+    lost_loads: tuple[str, ...] = ()
+    """Requests that wait for a load which cannot be done: ranks report it as failed."""
 
 
 class FaultMessage(_Message, frozen=True, array_like=True):

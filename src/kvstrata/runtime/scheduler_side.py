@@ -102,6 +102,7 @@ class SchedulerSide:
         self._quorum = RankQuorum(wiring.num_ranks)
         self._job_ids = itertools.count(1)
         self._to_send: list[CopyJob] = []
+        self._lost_loads: list[str] = []
         self._ended_loads = EndedLoads()
         self.hook_faults: Counter[str] = Counter()
 
@@ -141,6 +142,7 @@ class SchedulerSide:
             self._quorum.expect(job.job_id)
             self._to_send.append(job)
         elif external_tokens:  # the request waits for a load that will not come
+            self._lost_loads.append(request_id)
             self._load_ended(request_id, is_done=False)
 
     def plan_step(self, progress: StepProgress) -> bytes:
@@ -151,8 +153,9 @@ class SchedulerSide:
         self._follow(progress)
         self._prefetch()
         copies, self._to_send = self._to_send, []
-        message = StepMessage(self._wiring.outbox.take(), tuple(map(CopyJobMessage.of, copies)))
-        return encode(message)
+        lost, self._lost_loads = self._lost_loads, []
+        jobs = tuple(map(CopyJobMessage.of, copies))
+        return encode(StepMessage(self._wiring.outbox.take(), jobs, tuple(lost)))
 
     def report(self, reports: Sequence[bytes]) -> EndedLoads:
         """Settle what every rank has reported."""
@@ -315,12 +318,8 @@ class SchedulerSide:
 
     def _load_ended(self, request_id: str, *, is_done: bool) -> None:
         ended = self._ended_loads
-        new = frozenset({request_id})
-        self._ended_loads = (
-            EndedLoads(ended.done | new, ended.failed)
-            if is_done
-            else EndedLoads(ended.done, ended.failed | new)
-        )
+        add = ended.with_done if is_done else ended.with_failed
+        self._ended_loads = add([request_id])
 
     @shielded(lambda: None)
     def _poll(self) -> None:

@@ -153,6 +153,14 @@ class EndedLoads:
     failed: frozenset[str] = frozenset()
     """Requests whose blocks do not hold what was promised."""
 
+    def with_done(self, request_ids: Iterable[str]) -> EndedLoads:
+        """These as well."""
+        return EndedLoads(self.done.union(request_ids), self.failed)
+
+    def with_failed(self, request_ids: Iterable[str]) -> EndedLoads:
+        """These as well."""
+        return EndedLoads(self.done, self.failed.union(request_ids))
+
 
 class SchedulerConnector(Protocol):
     """The half beside the engine's scheduler: decides. Scheduler thread only, never blocks."""

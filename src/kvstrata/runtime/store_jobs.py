@@ -115,7 +115,7 @@ class StoreJobs:
         job_id = self._next_job_id()
         self._stores[job_id] = store
         copies = tuple(_copy(source, room.granted[source.label.key]) for source in chosen)
-        job = CopyJob(job_id, is_load=False, chunks=copies)
+        job = CopyJob(job_id, copies)
         return StartedStore(job, room.evicted, len(room.refused))
 
     def end(self, report: CopyReport) -> SettledStore | None:

@@ -23,6 +23,7 @@ from kvstrata.runtime.messages import (
     decode_step,
     encode,
 )
+from kvstrata.runtime.seam import EndedLoads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from kvstrata.runtime.messages import TierJobMessage
     from kvstrata.tiers.host_arena import HostArena
     from kvstrata.transfers.cache_views import LayerCache
-    from kvstrata.transfers.copy_queue import CopyQueue
+    from kvstrata.transfers.copy_queue import CopyJob, CopyQueue, CopyReport
 
 
 class RankMemory:
@@ -81,6 +82,10 @@ class WorkerSide:
         self._open_memory = open_memory
         self._memory: RankMemory | None = None
         self._message = StepMessage()
+        self._stores: list[CopyJob] = []
+        self._waiting: dict[int, str] = {}
+        """Requests that wait for loads of this rank, by job."""
+        self._ended = EndedLoads()
 
     def register_caches(
         self, layout: KVLayout, caches: Mapping[str, LayerCache], num_blocks: int
@@ -97,15 +102,22 @@ class WorkerSide:
         """Start loads and tier jobs."""
         memory = self._opened
         self._message = decode_step(message)
-        memory.copies.submit([job.read() for job in self._message.copies if job.is_load])
+        jobs = [job.read() for job in self._message.copies]
+        self._stores = [job for job in jobs if not job.is_load]
+        memory.copies.submit([job for job in jobs if job.is_load])
+        self._waiting |= {job.job_id: job.waiting_request for job in jobs if job.waiting_request}
+        self._ended = self._ended.with_failed(self._message.lost_loads)
         for tier_job in self._message.tier_jobs:
             self._start(memory, tier_job)
 
     def finish_step(self) -> bytes:
         """Start stores, and say what has ended."""
         memory = self._opened
-        memory.copies.submit([job.read() for job in self._message.copies if not job.is_load])
-        self._message = StepMessage()
+        memory.copies.submit(self._stores)
+        self._message, self._stores = StepMessage(), []
+        copy_reports = memory.copies.take_reports()
+        for report in copy_reports:
+            self._note_end(report)
         return encode(
             RankReport(
                 tier_reports=tuple(
@@ -113,10 +125,15 @@ class WorkerSide:
                     for index, tier in enumerate(memory.tiers)
                     for report in tier.take_reports()
                 ),
-                copy_reports=tuple(map(CopyReportMessage.of, memory.copies.take_reports())),
+                copy_reports=tuple(map(CopyReportMessage.of, copy_reports)),
                 namespace=memory.namespace,
             )
         )
+
+    def take_ended_loads(self) -> EndedLoads:
+        """Hand over the requests whose loads ended on this rank, for engines that ask ranks."""
+        ended, self._ended = self._ended, EndedLoads()
+        return ended
 
     def close(self) -> None:
         """Stop. Does nothing on successive calls."""
@@ -128,6 +145,15 @@ class WorkerSide:
     def _opened(self) -> RankMemory:
         assert self._memory is not None, "register_caches comes first"
         return self._memory
+
+    def _note_end(self, report: CopyReport) -> None:
+        request_id = self._waiting.pop(report.job_id, None)
+        if request_id is None:
+            return
+        if report.failed:
+            self._ended = self._ended.with_failed([request_id])
+        else:
+            self._ended = self._ended.with_done([request_id])
 
     def _start(self, memory: RankMemory, job: TierJobMessage) -> None:
         tier = memory.tiers[job.tier]

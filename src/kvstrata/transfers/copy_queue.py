@@ -44,8 +44,14 @@ class CopyJob:
     """Chunks that are copied and reported together."""
 
     job_id: int
-    is_load: bool
     chunks: tuple[ChunkCopy, ...]
+    waiting_request: str | None = None
+    """Loads: the request that waits for it; None: a store, for which nobody waits."""
+
+    @property
+    def is_load(self) -> bool:
+        """Whether bytes go to the device."""
+        return self.waiting_request is not None
 
 
 @dataclass(frozen=True, slots=True)
