@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstrata.config.schema import tier_name
 from kvstrata.core.chunk_label import Namespace, Rank
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from kvstrata.transfers.cache_views import LayerCache
 
 _log = logging.getLogger(__name__)
+
+_OPENED: Final = "one that can be opened, or `required: false` to start without it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +112,27 @@ def _open_memory(
         hashing=identity.hashing,
     )
     place = Rank(rank, layout.parallel.num_ranks)
-    tiers = [open_io(tier, _open_store(tier, namespace, place)) for tier in config.tiers]
-    arena = HostArena(config.host.capacity)
-    arena.pin()
-    copies = CopyQueue(CpuCopier(views, arena))
+    with contextlib.ExitStack() as opened:  # closes what was opened before a failure
+        tiers = []
+        for tier in config.tiers:
+            tiers.append(open_io(tier, _open_store(tier, namespace, place)))
+            opened.callback(tiers[-1].close)
+        arena = HostArena(config.host.capacity)
+        arena.pin()
+        copies = CopyQueue(CpuCopier(views, arena))
+        opened.pop_all()
     return RankMemory(arena, copies, tiers, namespace.fingerprint)
 
 
 def _open_store(config: TierConfig, namespace: Namespace, rank: Rank) -> ChunkStore:
     """Open a tier's store, or what stands in for it if the tier is not required."""
+    name = tier_name(config)
     try:
         return open_store(config, namespace, rank)
-    except ConfigError as error:
+    except Exception as error:  # a store written elsewhere may raise anything
         if config.required:
-            raise
-        _log.warning("tier %s is left out: %s", tier_name(config), error)
-        return UnavailableStore(tier_name(config), str(error))
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"tier {name}", f"it cannot be opened: {error}", _OPENED) from error
+        _log.warning("tier %s is left out: %s", name, error)
+        return UnavailableStore(name, str(error))

@@ -6,8 +6,9 @@ Ownership: scheduler thread only.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kvstrata.core.lookups import ChunkLookup
 from kvstrata.core.outcomes import Deadline
 from kvstrata.runtime.load_jobs import LoadJobs
 from kvstrata.runtime.seam import Match
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from kvstrata.runtime.speeds import MeasuredSpeeds
     from kvstrata.runtime.tracked_request import TrackedRequest
     from kvstrata.transfers.copy_queue import CopyJob, CopyReport
+
+_TIERS_SHARE: Final = 0.9
+"""Of a request's time; a tier reports what it has read at the end of its own."""
+_CAN_ARRIVE: Final = (ChunkLookup.ARRIVING, ChunkLookup.UNKNOWN)
 
 
 class Loading:
@@ -53,7 +58,7 @@ class Loading:
 
     def arrive(self, request: TrackedRequest) -> None:
         """Find out what the tiers below know about a new request's chunks."""
-        self._stack.ask(list(request.grid.all_keys()), self._deadline(request))
+        self._stack.ask(list(request.grid.all_keys()), self._time_for_tiers(request))
 
     def prefetch(self, request: TrackedRequest) -> None:
         """Bring up what a waiting request will want, before the engine asks."""
@@ -65,13 +70,18 @@ class Loading:
         now = self._clock()
         if request.asked_at is None:
             request.asked_at = now
+        request.plan = None  # an answer that fails leaves no old one behind
         plan = request.choose(self._stack.lookup, local_tokens)
-        ran_out_of_time = False
+        ran_out_of_time = now >= self._time_for_tiers(request) and not (
+            request.awaited.isdisjoint(request.failed)
+        )
         if plan.awaited_tokens > plan.num_tokens:
             ran_out_of_time = now >= self._deadline(request)
             if not ran_out_of_time:
                 self._fetch(request, local_tokens)
                 return None
+        if not ran_out_of_time:
+            plan = self._with_lasting_obstacles(request, plan)
         was_too_slow = bool(plan.loads) and not self._is_worth(request, plan)
         if was_too_slow:
             plan = replace(plan, num_tokens=local_tokens, loads=())
@@ -96,29 +106,51 @@ class Loading:
             return None
 
     def end(self, report: CopyReport) -> Load | None:
-        """A load was reported by every rank; what failed is not offered to its request again."""
-        load = self._jobs.end(report)
-        if load is not None:
-            load.request.fail(report.failed)
-            if not report.failed and not load.request.ledger.has_ended:
-                load.request.ledger.resume(load.plan)
-        return load
+        """Let go of a load that every rank has reported; None: the job is none of these."""
+        return self._jobs.end(report)
+
+    def settle(self, load: Load, report: CopyReport) -> None:
+        """Go on from what was loaded; what failed is not offered to its request again."""
+        request = load.request
+        if report.failed:
+            request.fail(report.failed)
+            request.plan = None
+        elif not request.ledger.has_ended:
+            request.ledger.resume(load.plan)
 
     def _fetch(self, request: TrackedRequest, local_tokens: int) -> None:
         """Ask about and promote the chunks of the longest hit that can still arrive."""
         target = request.choose_awaited(self._stack.lookup, local_tokens)
         labels = request.labels(target)
         keys = [label.key for label in labels]
-        deadline = self._deadline(request)
+        deadline = self._time_for_tiers(request)
         request.awaited = set(keys)
-        self._stack.ask(keys, deadline)
-        self._stack.promote(labels, deadline)
+        if self._clock() < deadline:
+            self._stack.ask(keys, deadline)
+            self._stack.promote(labels, deadline)
         ready = request.choose(self._stack.lookup, local_tokens)
         request.is_fetched = ready.awaited_tokens == ready.num_tokens
+
+    def _with_lasting_obstacles(self, request: TrackedRequest, plan: LoadPlan) -> LoadPlan:
+        """A chunk that a lower tier has is not what shortened a hit that nothing was awaited for.
+
+        It was left there because another group lacks its own; that one is the reason.
+        """
+        if all(obstacle.lookup not in _CAN_ARRIVE for obstacle in plan.obstacles):
+            return plan
+        awaited = request.choose_awaited(self._stack.lookup, plan.local_tokens)
+        return replace(plan, obstacles=awaited.obstacles)
 
     def _is_worth(self, request: TrackedRequest, plan: LoadPlan) -> bool:
         return self._config.decide == "always" or self._speeds.is_worth(request, plan)
 
     def _deadline(self, request: TrackedRequest) -> Deadline:
+        return self._after(request, self._config.deadline)
+
+    def _time_for_tiers(self, request: TrackedRequest) -> Deadline:
+        """Tiers end earlier, so that what has arrived is known when the request's time is up."""
+        return self._after(request, _TIERS_SHARE * self._config.deadline)
+
+    def _after(self, request: TrackedRequest, seconds: float) -> Deadline:
         start = self._clock() if request.asked_at is None else request.asked_at
-        return Deadline(start + self._config.deadline)
+        return Deadline(start + seconds)

@@ -33,7 +33,10 @@ class RankQuorum:
         self._reports[job_id] = {}
 
     def count(self, rank: int, report: CopyReport) -> CopyReport | None:
-        """Take one rank's report; the outcome over all ranks when it was the last."""
+        """Take one rank's report; the outcome over all ranks when it was the last.
+
+        Bytes and seconds are those of one rank, as ranks copy at the same time.
+        """
         reports = self._reports.get(report.job_id)
         if reports is None:
             return None
@@ -45,6 +48,6 @@ class RankQuorum:
         return CopyReport(
             report.job_id,
             failed,
-            sum(r.num_bytes for r in reports.values()),
+            max(r.num_bytes for r in reports.values()),
             max(r.seconds for r in reports.values()),
         )

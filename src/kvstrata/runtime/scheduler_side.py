@@ -44,7 +44,13 @@ if TYPE_CHECKING:
     from kvstrata.planning.request_ledger import RequestLedger
     from kvstrata.runtime.explanations import Explanation
     from kvstrata.runtime.message_channel import MessageChannel, Outbox
-    from kvstrata.runtime.seam import BlockTables, NewRequest, SchedulerContext, StepProgress
+    from kvstrata.runtime.seam import (
+        BlockTables,
+        NewRequest,
+        RequestProgress,
+        SchedulerContext,
+        StepProgress,
+    )
     from kvstrata.runtime.store_jobs import StoreSource
     from kvstrata.telemetry.event_tracker import EventsTracker
     from kvstrata.telemetry.metrics import Sample
@@ -69,6 +75,10 @@ class Wiring:
 
 def _no_match() -> Match | None:
     return Match(0)
+
+
+def _no_events() -> Sequence[object]:
+    return ()
 
 
 class SchedulerSide:
@@ -159,7 +169,7 @@ class SchedulerSide:
 
     def report(self, reports: Sequence[bytes]) -> EndedLoads:
         """Settle what every rank has reported."""
-        self._speeds.step_reported()
+        self._time_step()
         for rank, data in enumerate(reports):
             self._take(rank, data)
         self._poll()
@@ -182,6 +192,7 @@ class SchedulerSide:
             request.plan = None
         return True
 
+    @shielded(_no_events)
     def take_events(self) -> Sequence[object]:
         """Hand over what has happened to chunks since the last call."""
         return self._recorder.tracker.take_events()
@@ -238,7 +249,9 @@ class SchedulerSide:
     def _start(
         self, request: TrackedRequest, tables: BlockTables, external_tokens: int
     ) -> CopyJob | None:
-        self._recorder.admitted(request, external_tokens)
+        if not request.is_admitted:  # engines may tell it again when a load has ended
+            self._recorder.admitted(request, external_tokens)
+            request.is_admitted = True
         if not external_tokens:
             request.compute_from_local_hit()
             return None
@@ -250,23 +263,34 @@ class SchedulerSide:
         """Take in what a step does, and store what it completes."""
         self._speeds.step_planned(progress)
         for request_id in progress.preempted:
-            self._requests[request_id].preempt()
+            self._preempt(request_id)
         for running in progress.running:
-            request = self._requests[running.request_id]
-            tables = self._context.request_blocks(running.request_id)
-            self._store(request, choose_sources(self._config.store, request, running, tables))
+            self._advance(running)
         if self._lazy:
             self._begin(self._lazy.about_to_leave(progress), None)
+
+    @shielded(lambda: None)
+    def _preempt(self, request_id: str) -> None:
+        self._requests[request_id].preempt()
+
+    @shielded(lambda: None)
+    def _advance(self, running: RequestProgress) -> None:
+        """Take in one request's progress; its faults are not the others'."""
+        request = self._requests[running.request_id]
+        sources = choose_sources(self._config.store, request, running, self._context)
+        self._store(request, sources)
 
     @shielded(lambda: None)
     def _prefetch(self) -> None:
         """Bring up what the next requests will want."""
         for request_id in self._context.waiting_requests()[:MOST_PREFETCHED]:
-            self._loading.prefetch(self._requests[request_id])
+            if request_id in self._requests:
+                self._loading.prefetch(self._requests[request_id])
 
     def _store(self, request: TrackedRequest, sources: Sequence[StoreSource]) -> None:
         """Store now, or remember for later."""
         if not sources:
+            request.ledger.begin(())  # so that nothing is chosen again before there is news
             return
         self._recorder.described(request, [source.ref for source in sources])
         if self._lazy is None:
@@ -286,6 +310,10 @@ class SchedulerSide:
             self._to_send.append(started.job)
 
     @shielded(lambda: None)
+    def _time_step(self) -> None:
+        self._speeds.step_reported()
+
+    @shielded(lambda: None)
     def _take(self, rank: int, data: bytes) -> None:
         """Take in one rank's report."""
         if not data:
@@ -302,9 +330,11 @@ class SchedulerSide:
     def _copied(self, outcome: CopyReport) -> None:
         """Every rank has reported a job of copies."""
         if (load := self._loading.end(outcome)) is not None:
+            # First: a request whose load is not reported waits for ever.
+            self._load_ended(load.request.request_id, is_done=not outcome.failed)
+            self._loading.settle(load, outcome)
             self._speeds.load_reported(outcome)
             self._recorder.loaded(load, outcome)
-            self._load_ended(load.request.request_id, is_done=not outcome.failed)
         elif (settled := self._stores.end(outcome)) is not None:
             self._recorder.stored(settled.stored, outcome)
             self._stack.demote(settled.stored)

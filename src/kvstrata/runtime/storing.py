@@ -22,16 +22,25 @@ if TYPE_CHECKING:
 
     from kvstrata.config.schema import StoreConfig
     from kvstrata.planning.request_ledger import ChunkRef
-    from kvstrata.runtime.seam import BlockTables, OfferedState, RequestProgress
+    from kvstrata.runtime.seam import (
+        BlockTables,
+        OfferedState,
+        RequestProgress,
+        SchedulerContext,
+    )
     from kvstrata.runtime.tracked_request import TrackedRequest
 
 
 def choose_sources(
-    config: StoreConfig, request: TrackedRequest, progress: RequestProgress, tables: BlockTables
+    config: StoreConfig,
+    request: TrackedRequest,
+    progress: RequestProgress,
+    context: SchedulerContext,
 ) -> list[StoreSource]:
     """Take a step into a request's ledger; the chunks worth storing after it, prefix first.
 
-    The ledger is to be told what became of them.
+    The ledger is to be told what became of them. The engine is asked for the request's blocks only
+    if there are any: with 64 requests of 4,096 tokens its answers would take 1 ms in every step.
     """
     ledger = request.ledger
     ledger.advance(progress.computed_tokens)
@@ -40,6 +49,9 @@ def choose_sources(
     if config.mode == "off" or not ledger.has_news:
         return []
     plan = choose_stores(ledger, _limit(config, request))
+    if not plan.chunks:
+        return []
+    tables = context.request_blocks(request.request_id)
     return list(_sources(request, plan.chunks, progress.offered_states, tables))
 
 

@@ -56,6 +56,8 @@ class TrackedRequest:
         """How it came about."""
         self.awaited: set[ChunkKey] = set()
         """What is being brought up for it."""
+        self.is_admitted = False
+        """Whether the engine has given it blocks."""
         self.is_fetched = False
         """Whether nothing more can be brought up for it."""
 
@@ -91,15 +93,18 @@ class TrackedRequest:
     def preempt(self) -> None:
         """The engine took the request's blocks; it starts again."""
         self.ledger.preempt()
-        self.plan, self.asked_at, self.is_fetched = None, None, False
+        self.plan, self.asked_at = None, None
+        self.is_fetched = self.is_admitted = False
 
     def lose(self, keys: Iterable[ChunkKey]) -> None:
         """These could not be brought up; go on without those that were awaited."""
         self.failed.update(self.awaited.intersection(keys))
 
     def fail(self, keys: Iterable[ChunkKey]) -> None:
-        """Do not offer these again."""
+        """A load failed: do not offer these again, and expect to be admitted anew."""
         self.failed.update(keys)
+        if self.failed:
+            self.is_admitted = False
 
     def _bounds(self, local_tokens: int) -> LoadBounds:
         limit = self.new.limits.max_load_tokens

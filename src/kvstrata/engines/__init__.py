@@ -1,0 +1,1 @@
+"""Adapters to engines that are not our own, one package each."""

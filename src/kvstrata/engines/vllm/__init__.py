@@ -1,0 +1,13 @@
+"""vLLM's connector: `--kv-transfer-config` with this module's path and the class below.
+
+    {"kv_connector": "KVStrataConnector",
+     "kv_connector_module_path": "kvstrata.engines.vllm",
+     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"host": {"capacity": "64GiB"}}}
+
+The only package that imports vllm.
+"""
+
+from kvstrata.engines.vllm.connector import KVStrataConnector
+
+__all__ = ["KVStrataConnector"]

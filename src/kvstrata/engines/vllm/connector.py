@@ -1,0 +1,255 @@
+"""vLLM's side of the seam: its objects become ours and back, and nothing is decided here.
+
+One instance lives beside the scheduler, one beside each worker; each has one half of the runtime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvstrata.config.parsing import parse_config
+from kvstrata.config.parsing import read_config as read_config_file
+from kvstrata.core.hashing import AdoptedHashes
+from kvstrata.engines.vllm.context import VllmContext
+from kvstrata.engines.vllm.identity import read_identity
+from kvstrata.engines.vllm.layout import by_blocks, group_map, read_layout
+from kvstrata.engines.vllm.progress import read_progress
+from kvstrata.errors import ConfigError
+from kvstrata.runtime.assemble import make_scheduler_side, make_worker_side
+from kvstrata.runtime.seam import NewRequest, RequestLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvstrata.config.schema import Config
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A step's message from the scheduler half."""
+
+    message: bytes
+
+
+@dataclass
+class RankReports(KVConnectorWorkerMetadata):
+    """The reports of some ranks, by rank."""
+
+    by_rank: dict[int, bytes]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReports:
+        """Both."""
+        assert isinstance(other, RankReports)
+        return RankReports(self.by_rank | other.by_rank)
+
+
+class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
+    """kvstrata as a vLLM connector.
+
+    Args:
+        vllm_config: everything; our settings are in `kv_connector_extra_config`.
+        role: which half this is.
+        kv_cache_config: vLLM's KV groups.
+
+    Raises:
+        ConfigError: a setting is wrong; vLLM does not start.
+        LayoutError: the model has a KV group that is not known with certainty.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        assert kv_cache_config is not None
+        config = read_config(vllm_config)
+        self._cache_config = kv_cache_config
+        self._groups = group_map(kv_cache_config)
+        self._layout = read_layout(vllm_config, kv_cache_config)
+        self._requests: dict[str, Request] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_side = make_scheduler_side(
+                config, self._layout, max_request_tokens=vllm_config.model_config.max_model_len
+            )
+        else:
+            self._rank = vllm_config.parallel_config.rank
+            identity = read_identity(vllm_config, kv_cache_config)
+            self._worker_side = make_worker_side(config, identity, self._rank)
+
+    # --- beside the scheduler ---
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache hands nothing over that somebody waits for."""
+        return False
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Reach vLLM's blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        context = VllmContext(kv_cache_manager, self._groups, self._requests)
+        self._scheduler_side.bind_scheduler_context(context)
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived."""
+        self._requests[request.request_id] = request
+        self._scheduler_side.add_request(self._new_request(request))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How much can be loaded; always asynchronously."""
+        match = self._scheduler_side.match(request.request_id, num_computed_tokens)
+        if match is None:
+            return None, False
+        return match.external_tokens, match.external_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """A request has blocks."""
+        tables = self._groups.tables(blocks.get_block_ids())
+        self._scheduler_side.allocated(request.request_id, tables, num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, *args: object) -> tuple[int, ...]:  # noqa: ARG002
+        """The groups whose external blocks are written as a whole."""
+        return self._groups.engine_ids
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What ranks shall do in this step."""
+        progress = read_progress(scheduler_output, self._groups, self._requests)
+        return StepMetadata(self._scheduler_side.plan_step(progress))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What ranks have done."""
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, RankReports):
+            ranks = range(self._layout.parallel.num_ranks)
+            self._scheduler_side.report([reports.by_rank.get(rank, b"") for rank in ranks])
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request of a model with one group ended; its blocks may be freed."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; blocks that are still copied from are held, the rest may be freed."""
+        if self._requests.pop(request.request_id, None) is not None:
+            self._scheduler_side.finished(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether to go on stepping without requests."""
+        return self._scheduler_side.has_pending_work
+
+    def reset_cache(self) -> bool | None:
+        """Forget what is in host memory."""
+        return self._scheduler_side.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        """What has happened to chunks."""
+        return self._scheduler_side.take_events()
+
+    # --- beside a worker ---
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Look at the caches as bytes, and open arena and tiers."""
+        names = {layer.name for group in self._layout.groups for layer in group.layers}
+        num_blocks = self._cache_config.num_blocks
+        caches = {
+            name: by_blocks(cache, num_blocks) for name, cache in kv_caches.items() if name in names
+        }
+        self._worker_side.register_caches(self._layout, caches, num_blocks)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002, ANN401
+        """Start what the scheduler half has asked for."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        self._worker_side.start_step(metadata.message)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are done before a request runs."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Stores read whole blocks, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Stores run on; their blocks are held."""
+        self._report = self._worker_side.finish_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """The requests whose loads ended on this rank."""
+        ended = self._worker_side.take_ended_loads()
+        return KVConnectorTransferResults(
+            finished_recving=set(ended.done | ended.failed), failed_recving=set(ended.failed)
+        )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """This rank's report."""
+        return RankReports({self._rank: self._report})
+
+    # --- both ---
+
+    def shutdown(self) -> None:
+        """Stop whichever half this is."""
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._scheduler_side.close()
+        else:
+            self._worker_side.close()
+
+    def _new_request(self, request: Request) -> NewRequest:
+        tokens = self._layout.hash_block_tokens
+        hashes = AdoptedHashes(request.block_hashes, engine_tokens=tokens, hash_block_tokens=tokens)
+        params: dict[str, Any] = request.kv_transfer_params or {}
+        lora = request.lora_request
+        return NewRequest(
+            request.request_id,
+            hashes,
+            request.all_token_ids,
+            request.num_prompt_tokens,
+            lora=None if lora is None else lora.lora_name,
+            limits=RequestLimits(params.get("max_offload_tokens"), params.get("max_load_tokens")),
+        )
+
+
+def read_config(vllm_config: VllmConfig) -> Config:
+    """Our settings: inline, or in the file that `config` names.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_role != "kv_both":
+        raise ConfigError("kv_role", f"{transfer.kv_role!r} is not a cache's role", '"kv_both"')
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError("enable_prefix_caching", "it is off", "true: hits are found by prefix")
+    settings = dict(transfer.kv_connector_extra_config or {})
+    if "config" in settings:
+        return read_config_file(settings["config"])
+    return parse_config(settings)
