@@ -1,0 +1,187 @@
+"""Real vLLM (CPU build), in this process, on tiny checkpoints with weights that matter."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from kvstrata.runtime.scheduler_side import SchedulerSide
+
+_COMMON = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": _COMMON | {"head_dim": 64, "intermediate_size": 256},
+    "mistral": _COMMON | {"head_dim": 64, "intermediate_size": 256, "sliding_window": 200},
+    "gemma3": _COMMON | {"head_dim": 64, "query_pre_attn_scalar": 64},
+    "lfm2": _COMMON
+    | {
+        "conv_dim": 256,
+        "conv_dim_out": 256,
+        "block_dim": 256,
+        "block_ff_dim": 256,
+        "intermediate_size": 256,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_next": _COMMON
+    | {
+        "head_dim": 64,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "dtype": "bfloat16",
+    },
+}
+"""What vLLM's CPU kernels want of a tiny model."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM said to one prompt."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    cached_tokens: int
+
+
+class Served:
+    """One vLLM engine, with or without our connector."""
+
+    def __init__(self, model: Path, settings: dict[str, Any] | None, **options: Any) -> None:
+        from vllm import LLM  # noqa: PLC0415 - slow to import
+
+        if settings is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "KVStrataConnector",
+                "kv_connector_module_path": "kvstrata.engines.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": settings,
+            }
+        self.llm = LLM(
+            str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="auto",
+            max_model_len=2048,
+            enable_prefix_caching=True,
+            seed=0,
+            **options,
+        )
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def side(self) -> SchedulerSide:
+        side: SchedulerSide = self.core.scheduler.connector._scheduler_side  # noqa: SLF001
+        return side
+
+    def ask(self, *prompts: Sequence[int], max_tokens: int = 6) -> list[Answer]:
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, logprobs=3, ignore_eos=True, detokenize=False
+        )
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False
+        )
+        return [
+            Answer(
+                list(output.outputs[0].token_ids),
+                [{k: v.logprob for k, v in step.items()} for step in output.outputs[0].logprobs],
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
+
+    def settle(self, within_s: float = 20.0) -> None:
+        """Let stores and demotions end; vLLM's own loop stops with the last request."""
+        end = time.monotonic() + within_s
+        while self.side.has_pending_work:
+            assert time.monotonic() < end, "something never ends"
+            self.core.step()
+            time.sleep(0.002)
+
+    def drop_device_cache(self) -> None:
+        self.settle()
+        assert self.llm.reset_prefix_cache(), "blocks are still held"
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import (  # noqa: PLC0415
+            cleanup_dist_env_and_memory,
+        )
+
+        self.core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+class Checkpoints:
+    """Tiny models that vLLM runs, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def of(self, arch: str, seed: int = 0) -> Path:
+        from kvstrata.engine.tiny import make_tiny  # noqa: PLC0415
+
+        folder = self._folder / f"{arch}-{seed}"
+        if not folder.exists():
+            make_tiny(arch, folder, seed=seed, **CHANGES[arch])
+        return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def serve() -> Any:
+    pytest.importorskip("vllm")
+
+    @contextmanager
+    def make(
+        model: Path, settings: dict[str, Any] | None = None, **options: Any
+    ) -> Iterator[Served]:
+        served = Served(model, settings, **options)
+        try:
+            yield served
+        finally:
+            served.close()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompt_of() -> Any:
+    def make(num_tokens: int, seed: int = 0) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(3, 256, (num_tokens,), generator=generator).tolist()
+
+    return make
