@@ -1,8 +1,9 @@
 # Every target sets up what it needs; a second run starts at once.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test test-chaos bench clean
+.PHONY: help setup demo lint check test test-chaos test-soak test-vllm bench clean
 
 READY := .venv/.ready
+VLLM_READY := .venv/.vllm-ready
 BIN := .venv/bin
 
 help: ## list the targets
@@ -12,9 +13,13 @@ $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	@bash scripts/setup.sh
 	@touch $(READY)
 
+$(VLLM_READY): $(READY) scripts/setup_vllm.sh
+	@bash scripts/setup_vllm.sh
+	@touch $(VLLM_READY)
+
 setup: $(READY) ## make .venv and install everything into it
 
-demo: $(READY) ## show the planner at work on a hybrid model
+demo: $(READY) ## lose the caches of hybrid models, restore them from every tier, and compare: a minute or two
 	@$(BIN)/kvstrata demo
 
 lint: $(READY)
@@ -26,20 +31,30 @@ lint: $(READY)
 check: lint ## style, types, layers and the quick tests: under two minutes
 	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit tests/property
 
-test: lint ## everything: style, types, layers, all tests with coverage, faults, 5,000 examples per property
-	$(BIN)/pytest -q -n 2 tests --ignore tests/chaos --cov --cov-config=pyproject.toml \
+test: lint test-vllm ## everything: style, types, layers, all tests with coverage, faults, vLLM, 5,000 examples per property
+	$(BIN)/pytest -q -n 2 tests --ignore tests/chaos --ignore tests/soak \
+	  --ignore tests/integration/vllm --cov --cov-config=pyproject.toml \
 	  --cov-report=term-missing:skip-covered
 	$(BIN)/pytest -q tests/chaos
+	$(BIN)/pytest -q tests/soak
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -q -n 2 --timeout 900 -o faulthandler_timeout=0 \
 	  tests/property
 
 test-chaos: $(READY) ## inject faults into real components, the long form: about ten minutes
 	KVSTRATA_CHAOS=full $(BIN)/pytest -q -s --timeout 1800 -o faulthandler_timeout=0 tests/chaos
 
+test-soak: $(READY) ## hundreds of requests against tiny caches and broken tiers, the long form: ten minutes
+	KVSTRATA_SOAK=full $(BIN)/pytest -q -s --timeout 1800 -o faulthandler_timeout=0 tests/soak
+
+test-vllm: $(VLLM_READY) ## the connector on real vLLM (CPU build)
+	$(BIN)/pytest -q tests/integration/vllm
+
 bench: $(READY) ## measure, against the goals
 	@$(BIN)/kvstrata bench planning
 	@$(BIN)/kvstrata bench host
 	@$(BIN)/kvstrata bench filesystem
+	@$(BIN)/kvstrata bench engine
+	@$(BIN)/kvstrata bench runtime
 
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
