@@ -6,8 +6,9 @@
        +--match--> loading --report--> running, or waiting again if the load failed
 
 A step has a budget of tokens. Running requests come first, oldest first; when blocks run out, the
-youngest loses its own. Then waiting requests are admitted, in their order. The oldest request is
-never robbed by a younger one, so some request always ends.
+youngest loses its own. Then waiting requests are admitted, in their order. The oldest never loses
+its blocks: if loads or the connector hold what it needs, it waits and nobody is admitted before it.
+So some request always ends.
 
 Ownership: scheduler thread only.
 """
@@ -183,16 +184,22 @@ class Scheduler:
             request = self._running[index]
             stop = next_stop(request.computed, len(request.tokens), budget, self._stride)
             if not self._find_room(request, stop):
-                break  # it was the youngest and lost its own blocks
+                return 0  # what becomes free is for those that run
             chosen.append((request, stop))
             budget -= stop - request.computed
             index += 1
         return budget
 
     def _find_room(self, request: Request, stop: int) -> bool:
-        """Extend a request's blocks, at the cost of younger ones; False: at its own."""
+        """Extend a request's blocks, at the cost of younger ones; False: it cannot run now.
+
+        The youngest loses its own blocks then. The oldest keeps them: two requests that give way
+        to each other's loads would never end.
+        """
         while not self.blocks.extend(request, stop):
             youngest = self._running[-1]
+            if youngest is self._running[0]:
+                return False
             self._preempt(youngest)
             if youngest is request:
                 return False
@@ -235,7 +242,7 @@ class Scheduler:
         self._waiting.remove(request)
         self._running.append(request)
         request.state = RequestState.RUNNING
-        request.local_hit_tokens = hit.num_tokens
+        request.local_hit_tokens, request.external_hit_tokens = hit.num_tokens, 0
         self._tell_allocated(request, 0)
         return True
 
@@ -256,18 +263,24 @@ class Scheduler:
             self._connector.allocated(request.request_id, tables, external)
 
     def _settle(self, ended: EndedLoads) -> None:
-        for request_id in ended.done | ended.failed:
-            request = self._loading.pop(request_id)
-            if request.state is RequestState.ENDED:  # aborted while it was loading
+        for request in self._take_loading(ended.done):
+            self.blocks.advance(request, request.loaded)
+            request.state = RequestState.RUNNING
+            self._running.append(request)
+        for request in reversed(self._take_loading(ended.failed)):  # the oldest ends up in front
+            request.num_failed_loads += 1
+            request.external_hit_tokens = 0
+            self._wait_again(request)
+
+    def _take_loading(self, request_ids: frozenset[str]) -> list[Request]:
+        """Requests whose loads have ended, oldest first; aborted ones lose their blocks instead."""
+        ended = [r for r in self._loading.values() if r.request_id in request_ids]
+        assert len(ended) == len(request_ids), f"not all are loading: {sorted(request_ids)}"
+        for request in ended:
+            del self._loading[request.request_id]
+            if request.state is RequestState.ENDED:
                 self.blocks.release(request)
-            elif request_id in ended.done:
-                self.blocks.advance(request, request.loaded)
-                request.state = RequestState.RUNNING
-                self._running.append(request)
-            else:
-                request.num_failed_loads += 1
-                request.external_hit_tokens = 0
-                self._wait_again(request)
+        return [request for request in ended if request.state is not RequestState.ENDED]
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
