@@ -181,7 +181,8 @@ class SchedulerConnector(Protocol):
     def match(self, request_id: str, local_tokens: int) -> Match | None:
         """How much can be loaded behind the engine's own hit; None: not known yet, ask again.
 
-        May be called in every step until the request is admitted; the answer may be dropped.
+        A match leaves at least one token to compute and ends where every group can go on; others
+        are dropped. May be called in every step until the request is admitted.
         """
         ...
 
@@ -198,7 +199,11 @@ class SchedulerConnector(Protocol):
         ...
 
     def finished(self, request_id: str) -> None:
-        """The request ended or was aborted; its blocks are free after this call."""
+        """The request ended or was aborted.
+
+        Its blocks are free after this call, except while a load writes to them: then they are
+        when that load has been reported.
+        """
         ...
 
     def reset(self) -> bool:
@@ -232,5 +237,5 @@ class WorkerConnector(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop. Does nothing on successive calls."""
+        """Stop: touch no cache after this. Does nothing on successive calls."""
         ...
