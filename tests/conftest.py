@@ -4,6 +4,10 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+# Threads that wait for each other on busy cores cost more than they give to tiny models. It is read
+# when torch is loaded, here and in processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 settings.register_profile("quick", max_examples=200, deadline=None)

@@ -185,7 +185,9 @@ class RankedTier:
         return job_id
 
     def _count(self, rank: int, report: IOReport) -> list[TierReport]:
-        quorum = self._quorums[report.job_id]
+        quorum = self._quorums.get(report.job_id)
+        if quorum is None:  # of a job that nobody waits for
+            return []
         for key in report.held:
             quorum.held[key] = quorum.held.get(key, 0) + 1
         released = frozenset(key for key in report.released if _let_go(quorum, key))

@@ -109,6 +109,8 @@ class TierIO:
         self._queue = TaskQueue()
         self._results: deque[_Result] = deque()
         self._jobs: dict[int, _Job] = {}
+        self._has_told = False
+        """Whether an unexpected error was logged."""
         self._threads = [
             threading.Thread(
                 target=self._work, args=(n > 0,), name=f"kvstrata-{name}-{n}", daemon=True
@@ -215,7 +217,9 @@ class TierIO:
         except ClosedError:
             error: TierError = TierUnavailable(self._name, "closed", task.keys)
         except Exception as unexpected:  # noqa: BLE001 - a store's bug must not end the thread
-            _log.exception("tier %s: unexpected error", self._name)
+            if not self._has_told:
+                _log.exception("tier %s: unexpected error", self._name)
+            self._has_told = True  # threads may race: then it is said twice
             error = TierUnavailable(self._name, f"unexpected {unexpected!r}", task.keys)
         return TierOutcome.all_failed(task.keys, error)
 
@@ -224,13 +228,20 @@ def _keys(tasks: Sequence[Task]) -> frozenset[ChunkKey]:
     return frozenset(key for task in tasks for key in task.keys)
 
 
+def _fault(error: object, key: ChunkKey, name: str) -> TierError:
+    """A store's error, whatever a store written elsewhere calls one."""
+    if isinstance(error, TierError):
+        return error
+    return TierUnavailable(name, f"failed with {error!r}", [key])
+
+
 def _completed(outcome: object, keys: Sequence[ChunkKey], name: str) -> TierOutcome:
     """An outcome with exactly one fact for each key, whatever the store came back with."""
     asked = frozenset(keys)
     if not isinstance(outcome, TierOutcome):
         error = TierUnavailable(name, f"answered with {type(outcome).__name__}", asked)
         return TierOutcome.all_failed(asked, error)
-    failed = {key: error for key, error in outcome.failed.items() if key in asked}
+    failed = {k: _fault(error, k, name) for k, error in outcome.failed.items() if k in asked}
     absent = (outcome.absent & asked) - failed.keys()
     done = (outcome.done & asked) - failed.keys() - absent
     missing = asked - done - absent - failed.keys()

@@ -62,6 +62,10 @@ class Loading:
 
     def prefetch(self, request: TrackedRequest) -> None:
         """Bring up what a waiting request will want, before the engine asks."""
+        if request.is_fetched:
+            return
+        plan = request.choose(self._stack.lookup, 0)
+        request.is_fetched = plan.awaited_tokens == plan.num_tokens
         if not request.is_fetched:
             self._fetch(request, 0)
 
@@ -112,6 +116,7 @@ class Loading:
     def settle(self, load: Load, report: CopyReport) -> None:
         """Go on from what was loaded; what failed is not offered to its request again."""
         request = load.request
+        request.is_admitted = not report.failed
         if report.failed:
             request.fail(report.failed)
             request.plan = None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvstrata.core.chunk_label import ChunkLabel
     from kvstrata.core.ids import ChunkKey
     from kvstrata.hierarchy.tier_stack import Changes
+    from kvstrata.planning.load_plan import LoadPlan
     from kvstrata.planning.request_ledger import ChunkRef
     from kvstrata.runtime.load_jobs import Load
     from kvstrata.runtime.tracked_request import TrackedRequest
@@ -59,20 +60,9 @@ class Recorder:
         """Where chunks in host memory came from, until they are first loaded."""
 
     def admitted(self, request: TrackedRequest, external_tokens: int) -> None:
-        """A request was given blocks: its tokens come from the device, a load, or computing."""
-        plan, total = request.plan, len(request.new.tokens)
-        local = 0 if plan is None else plan.local_tokens
-        computed = max(0, total - local - external_tokens)
-        count = self.counters.add
-        count(metrics.LOOKUPS, 1)
-        count(metrics.LOOKUP_TOKENS, total)
-        count(metrics.MISS_TOKENS, computed)
-        count(metrics.PROMPT_TOKENS, local, "local")
-        count(metrics.PROMPT_TOKENS, computed, "computed")
-        for obstacle in () if plan is None else plan.obstacles[-1:]:
-            count(metrics.OBSTACLES, 1, obstacle.group_id)
-        if request.verdict is not None and request.verdict.ran_out_of_time:
-            count(metrics.DEADLINE_MISSES, 1)
+        """A request was given blocks; one with a load is counted when the load is done."""
+        if not external_tokens:
+            self._count(request, request.plan, 0)
         self.explanations.keep(request)
 
     def described(self, request: TrackedRequest, refs: Iterable[ChunkRef]) -> None:
@@ -87,6 +77,7 @@ class Recorder:
         if report.failed:
             self.counters.add(metrics.LOADS_FAILED, 1)
             return
+        self._count(load.request, load.plan, load.plan.external_tokens)
         self.counters.add(metrics.LOAD_SECONDS, report.seconds)
         for group_id, num_bytes in load.bytes_by_group().items():
             self.counters.add(metrics.LOAD_BYTES, num_bytes, group_id)
@@ -136,8 +127,27 @@ class Recorder:
             self.counters.add(num_bytes, move.num_bytes, move.tier)
             self.counters.add(seconds, move.seconds, move.tier)
         for fault in changes.faults:
-            self.counters.add(metrics.TIER_FAULTS, 1, fault.tier, type(fault.error).__name__)
-            _log.warning("%s", fault.error)
+            kind = type(fault.error).__name__
+            is_first = not self.counters.value(metrics.TIER_FAULTS, fault.tier, kind)
+            self.counters.add(metrics.TIER_FAULTS, 1, fault.tier, kind)
+            _log.log(logging.WARNING if is_first else logging.DEBUG, "%s", fault.error)
+
+    def _count(self, request: TrackedRequest, plan: LoadPlan | None, external_tokens: int) -> None:
+        """A request's tokens come from the device, a load, or computing, each once."""
+        total = len(request.new.tokens)
+        local = 0 if plan is None else plan.local_tokens
+        computed = max(0, total - local - external_tokens)
+        count = self.counters.add
+        count(metrics.LOOKUPS, 1)
+        count(metrics.LOOKUP_TOKENS, total)
+        count(metrics.MISS_TOKENS, computed)
+        count(metrics.PROMPT_TOKENS, local, "local")
+        count(metrics.PROMPT_TOKENS, computed, "computed")
+        for obstacle in () if plan is None else plan.obstacles[-1:]:
+            count(metrics.OBSTACLES, 1, obstacle.group_id)
+        if request.verdict is not None and request.verdict.ran_out_of_time:
+            count(metrics.DEADLINE_MISSES, 1)
+        self.explanations.keep(request)
 
     def _take_origin(self, key: ChunkKey) -> str:
         return self._origins.pop(key, HOST)

@@ -251,7 +251,7 @@ class SchedulerSide:
     ) -> CopyJob | None:
         if not request.is_admitted:  # engines may tell it again when a load has ended
             self._recorder.admitted(request, external_tokens)
-            request.is_admitted = True
+            request.is_admitted = not external_tokens
         if not external_tokens:
             request.compute_from_local_hit()
             return None
@@ -290,7 +290,6 @@ class SchedulerSide:
     def _store(self, request: TrackedRequest, sources: Sequence[StoreSource]) -> None:
         """Store now, or remember for later."""
         if not sources:
-            request.ledger.begin(())  # so that nothing is chosen again before there is news
             return
         self._recorder.described(request, [source.ref for source in sources])
         if self._lazy is None:
@@ -333,7 +332,8 @@ class SchedulerSide:
             # First: a request whose load is not reported waits for ever.
             self._load_ended(load.request.request_id, is_done=not outcome.failed)
             self._loading.settle(load, outcome)
-            self._speeds.load_reported(outcome)
+            if not outcome.failed:  # a copy that failed says nothing about speed
+                self._speeds.load_reported(outcome)
             self._recorder.loaded(load, outcome)
         elif (settled := self._stores.end(outcome)) is not None:
             self._recorder.stored(settled.stored, outcome)

@@ -39,7 +39,7 @@ def choose_sources(
 ) -> list[StoreSource]:
     """Take a step into a request's ledger; the chunks worth storing after it, prefix first.
 
-    The ledger is to be told what became of them. The engine is asked for the request's blocks only
+    The ledger is to be told what becomes of them. The engine is asked for the request's blocks only
     if there are any: with 64 requests of 4,096 tokens its answers would take 1 ms in every step.
     """
     ledger = request.ledger
@@ -48,11 +48,12 @@ def choose_sources(
         ledger.offer_state(StateOffer(state.group_id, state.num_tokens))
     if config.mode == "off" or not ledger.has_news:
         return []
-    plan = choose_stores(ledger, _limit(config, request))
-    if not plan.chunks:
-        return []
-    tables = context.request_blocks(request.request_id)
-    return list(_sources(request, plan.chunks, progress.offered_states, tables))
+    chunks = choose_stores(ledger, _limit(config, request)).chunks
+    tables = context.request_blocks(request.request_id) if chunks else ()
+    sources = list(_sources(request, chunks, progress.offered_states, tables))
+    if not sources:
+        ledger.begin(())  # so that nothing is chosen again before there is news
+    return sources
 
 
 def _limit(config: StoreConfig, request: TrackedRequest) -> int | None:

@@ -57,7 +57,7 @@ class TrackedRequest:
         self.awaited: set[ChunkKey] = set()
         """What is being brought up for it."""
         self.is_admitted = False
-        """Whether the engine has given it blocks."""
+        """Whether the engine has given it blocks, and they hold what was promised."""
         self.is_fetched = False
         """Whether nothing more can be brought up for it."""
 
@@ -86,9 +86,9 @@ class TrackedRequest:
 
     def compute_from_local_hit(self) -> None:
         """The request was given blocks and computes what it has not got."""
-        if self.plan is not None and not self.ledger.computed_tokens:
-            local = self.plan.local_tokens
-            self.ledger.resume(replace(self.plan, num_tokens=local, loads=()))
+        plan = self.plan
+        if plan is not None and plan.local_tokens and not self.ledger.computed_tokens:
+            self.ledger.resume(replace(plan, num_tokens=plan.local_tokens, loads=()))
 
     def preempt(self) -> None:
         """The engine took the request's blocks; it starts again."""
@@ -101,10 +101,8 @@ class TrackedRequest:
         self.failed.update(self.awaited.intersection(keys))
 
     def fail(self, keys: Iterable[ChunkKey]) -> None:
-        """A load failed: do not offer these again, and expect to be admitted anew."""
+        """Do not offer these again."""
         self.failed.update(keys)
-        if self.failed:
-            self.is_admitted = False
 
     def _bounds(self, local_tokens: int) -> LoadBounds:
         limit = self.new.limits.max_load_tokens

@@ -1,25 +1,27 @@
 """A name for the actual weights of a model directory, cheap enough for every start.
 
-Every safetensors file gives its header (names, shapes, dtypes), its size, and samples of its data
-at fixed places. Two models that differ in their weights differ in the samples; a model's name or
-modification times play no part, so copies of one model share their cache.
+Every safetensors file gives its header (names, shapes, dtypes), its size, and samples of its data:
+at fixed distances, and at the start of every tensor, because a fine-tuned model may differ in a few
+small ones alone. A model's name or modification times play no part, so copies of one model share
+their cache.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.errors import ModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import BinaryIO
 
 _SAMPLES: Final = 256
 _SAMPLE_BYTES: Final = 4096
 _LENGTH_BYTES: Final = 8
 _MOST_HEADER_BYTES: Final = 100 * 2**20
+_METADATA: Final = "__metadata__"
 
 
 def weights_digest(folder: Path) -> str:
@@ -46,16 +48,27 @@ def _file_digest(path: Path) -> bytes:
     digest = hashlib.sha256(size.to_bytes(_LENGTH_BYTES, "little"))
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if header_bytes > min(size, _MOST_HEADER_BYTES):
+        start = _LENGTH_BYTES + header_bytes
+        if start > size or header_bytes > _MOST_HEADER_BYTES:
             raise ModelError(f"{path} is not a safetensors file")
-        digest.update(file.read(header_bytes))
-        _sample(file, _LENGTH_BYTES + header_bytes, size, digest)
+        header = file.read(header_bytes)
+        digest.update(header)
+        for place in _places(_tensor_starts(header, path), size - start):
+            file.seek(start + place)
+            digest.update(file.read(_SAMPLE_BYTES))
     return digest.digest()
 
 
-def _sample(file: BinaryIO, start: int, stop: int, digest: hashlib._Hash) -> None:
-    """Take in samples at equal distances; a small file is taken in as a whole."""
-    step = max(_SAMPLE_BYTES, (stop - start) // _SAMPLES)
-    for offset in range(start, stop, step):
-        file.seek(offset)
-        digest.update(file.read(min(_SAMPLE_BYTES, stop - offset)))
+def _tensor_starts(header: bytes, path: Path) -> list[int]:
+    """Where the tensors begin, counted from the header's end."""
+    try:
+        tensors = json.loads(header)
+        return [int(t["data_offsets"][0]) for name, t in tensors.items() if name != _METADATA]
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ModelError(f"{path} is not a safetensors file: {error!r}") from error
+
+
+def _places(starts: list[int], num_bytes: int) -> list[int]:
+    """Where to take samples; those of a small file cover all of it."""
+    step = max(_SAMPLE_BYTES, num_bytes // _SAMPLES)
+    return sorted({*range(0, num_bytes, step), *starts})

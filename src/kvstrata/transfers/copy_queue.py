@@ -133,12 +133,13 @@ class CopyQueue:
     def _run(self, job: CopyJob) -> CopyReport:
         start = time.perf_counter()
         move = self._copier.load if job.is_load else self._copier.store
-        failed = set()
+        failed: set[ChunkKey] = set()
         for copy in job.chunks:
             try:
                 move(copy)
             except Exception:  # noqa: BLE001 - a fault costs this chunk, never the thread
-                _log.exception("a copy of %s failed", copy.key.hex())
+                if not failed:  # one device, one cause: the first says it for all
+                    _log.exception("a copy of %s failed", copy.key.hex())
                 failed.add(copy.key)
         num_bytes = sum(copy.payload_bytes for copy in job.chunks if copy.key not in failed)
         return CopyReport(job.job_id, frozenset(failed), num_bytes, time.perf_counter() - start)
