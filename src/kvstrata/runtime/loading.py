@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _TIERS_SHARE: Final = 0.9
 """Of a request's time; a tier reports what it has read at the end of its own."""
+_TRY_EVERY: Final = 32
+"""Of the loads that seem too slow, one in so many is done all the same."""
 _CAN_ARRIVE: Final = (ChunkLookup.ARRIVING, ChunkLookup.UNKNOWN)
 
 
@@ -52,6 +54,7 @@ class Loading:
         self._clock = clock
         self._speeds = speeds
         self._jobs = LoadJobs(stack.host)
+        self._num_refused = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -80,6 +83,7 @@ class Loading:
             request.awaited.isdisjoint(request.failed)
         )
         if plan.awaited_tokens > plan.num_tokens:
+            request.patience_s = self._patience_s(plan)
             ran_out_of_time = now >= self._deadline(request)
             if not ran_out_of_time:
                 self._fetch(request, local_tokens)
@@ -147,15 +151,28 @@ class Loading:
         return replace(plan, obstacles=awaited.obstacles)
 
     def _is_worth(self, request: TrackedRequest, plan: LoadPlan) -> bool:
-        return self._config.decide == "always" or self._speeds.is_worth(request, plan)
+        """Whether to load; now and then also what seems too slow, so that speeds stay measured."""
+        if self._config.decide == "always" or self._speeds.is_worth(request, plan):
+            return True
+        self._num_refused = (self._num_refused + 1) % _TRY_EVERY
+        return self._num_refused == 0
+
+    def _patience_s(self, plan: LoadPlan) -> float:
+        """How long to wait for more: not longer than computing it would take."""
+        compute_s = self._speeds.compute_s(plan.awaited_tokens - plan.num_tokens)
+        if self._config.decide == "always" or compute_s is None:
+            return self._config.deadline
+        return min(self._config.deadline, compute_s)
 
     def _deadline(self, request: TrackedRequest) -> Deadline:
-        return self._after(request, self._config.deadline)
+        return self._after(request, 1.0)
 
     def _time_for_tiers(self, request: TrackedRequest) -> Deadline:
         """Tiers end earlier, so that what has arrived is known when the request's time is up."""
-        return self._after(request, _TIERS_SHARE * self._config.deadline)
+        return self._after(request, _TIERS_SHARE)
 
-    def _after(self, request: TrackedRequest, seconds: float) -> Deadline:
+    def _after(self, request: TrackedRequest, share: float) -> Deadline:
+        """When a share of the request's time has passed."""
         start = self._clock() if request.asked_at is None else request.asked_at
-        return Deadline(start + seconds)
+        wait_s = request.patience_s
+        return Deadline(start + share * (self._config.deadline if wait_s is None else wait_s))

@@ -59,6 +59,10 @@ class MeasuredSpeeds:
         """A load has been copied."""
         self._copy = self._copy.measured(report.num_bytes, report.seconds)
 
+    def compute_s(self, num_tokens: int) -> float | None:
+        """How long computing so many tokens would take; None: not known yet."""
+        return self._compute.seconds(num_tokens)
+
     def is_worth(self, request: TrackedRequest, plan: LoadPlan) -> bool:
         """Whether a plan's load beats computing its tokens."""
         return is_load_worth(

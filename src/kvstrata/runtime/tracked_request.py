@@ -50,6 +50,8 @@ class TrackedRequest:
         """Not offered to this request again."""
         self.asked_at: float | None = None
         """When the engine first wanted to schedule it."""
+        self.patience_s: float | None = None
+        """How long it waits for chunks that are on their way; None: as long as is allowed."""
         self.plan: LoadPlan | None = None
         """The last answer."""
         self.verdict: Verdict | None = None

@@ -119,3 +119,15 @@ class TestMeasuredSpeeds:
 
 def a_plan(num_tokens: int) -> LoadPlan:
     return choose_load(GEOMETRY, lookups_with(GEOMETRY, num_tokens), LoadBounds(num_tokens))
+
+
+def test_the_time_to_compute_is_known_after_a_step_with_many_tokens() -> None:
+    now = [0.0]
+    speeds = MeasuredSpeeds(lambda: now[0])
+    assert speeds.compute_s(1000) is None
+    for computed in (128, 256):
+        speeds.step_planned(StepProgress([RequestProgress("a", computed)]))
+        now[0] += 0.5
+        speeds.step_reported()
+
+    assert speeds.compute_s(1024) == pytest.approx(4.0)
