@@ -12,6 +12,7 @@ import pytest
 
 import kvstrata
 from kvstrata import errors
+from kvstrata.engine.tiny import make_tiny
 
 HEAVY = ("torch", "vllm", "numpy", "yaml", "msgspec", "typer", "rich", "hypothesis")
 
@@ -61,12 +62,18 @@ def test_errors_cross_process_borders(error: errors.KVStrataError) -> None:
     assert vars(copy) == vars(error)
 
 
-def test_the_readmes_example_runs() -> None:
+def test_the_readmes_examples_run(tmp_path: Path) -> None:
     readme = Path(__file__).parents[2] / "README.md"
-    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    planning, engine = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    make_tiny("qwen3_next", tmp_path / "models" / "tiny")
 
-    run = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, check=True
-    )
+    def run(example: str) -> str:
+        command = [sys.executable, "-c", example]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=tmp_path
+        ).stdout
 
-    assert run.stdout.startswith("1584 (GroupLoad(")
+    assert run(planning).startswith("1584 (GroupLoad(")
+    said = run(engine).splitlines()
+    assert len(said) == 9
+    assert said[-1].endswith("] 992")

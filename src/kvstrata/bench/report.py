@@ -33,12 +33,12 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """How figures grow with a size: one row per size, one column per figure."""
+    """How figures grow with a size, or differ by name: one row each, one column per figure."""
 
     title: str
     size_name: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[int, tuple[float, ...]], ...]
+    rows: tuple[tuple[int | str, tuple[float, ...]], ...]
 
 
 def describe_machine() -> dict[str, str]:

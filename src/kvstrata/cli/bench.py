@@ -46,6 +46,22 @@ def host(as_json: AsJson = False) -> None:
     show(benchmark.run(), as_json=as_json)
 
 
+@app.command()
+def engine(as_json: AsJson = False) -> None:
+    """What the embedded engine costs: scheduling, and prefills beside transformers."""
+    from kvstrata.bench import engine as benchmark  # noqa: PLC0415 - load what runs
+
+    show(benchmark.run(), as_json=as_json)
+
+
+@app.command()
+def runtime(as_json: AsJson = False) -> None:
+    """What offloading costs an engine that gets nothing out of it."""
+    from kvstrata.bench import runtime as benchmark  # noqa: PLC0415 - load what runs
+
+    show(benchmark.run(), as_json=as_json)
+
+
 def show(report: Report, *, as_json: bool) -> None:
     """Print a report for programs or for people."""
     if as_json:
@@ -70,5 +86,6 @@ def _series_table(series: Series) -> Table:
     for name in (series.size_name, *series.columns):
         table.add_column(name, justify="right")
     for size, values in series.rows:
-        table.add_row(f"{size:,}", *(f"{value:.3g}" for value in values))
+        name = size if isinstance(size, str) else f"{size:,}"
+        table.add_row(name, *(f"{value:.3g}" for value in values))
     return table

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from kvstrata import __version__
-from kvstrata.cli import bench, config, demo, store_commands
+from kvstrata.cli import bench, config, demo, engine, store_commands
 from kvstrata.cli.output import errors
 from kvstrata.errors import KVStrataError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(engine.app, name="engine")
 app.command("demo")(demo.demo)
 app.command("inspect")(store_commands.inspect_store)
 app.command("verify")(store_commands.verify_store)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from array import array
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -43,10 +44,10 @@ def make_batch(
 ) -> StepBatch:
     """Pack a step's tokens and look up where each group has them."""
     runs = _runs(sequences)
-    token_ids = [token for sequence in sequences for token in sequence.token_ids]
+    token_ids = array("q", chain.from_iterable(s.token_ids for s in sequences))
     positions = torch.cat([torch.arange(s.start, s.stop) for s in sequences])
     return StepBatch(
-        token_ids=torch.tensor(token_ids, device=device),
+        token_ids=torch.frombuffer(token_ids, dtype=torch.int64).to(device),
         positions=positions.to(device),
         runs=tuple(_run(sequences, run) for run in runs),
         tables=tuple(

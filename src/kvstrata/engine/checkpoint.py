@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvstrata.engine.models.registry import architecture_of
-from kvstrata.errors import ModelError
+from kvstrata.errors import KVStrataError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from kvstrata.engine.nn.parallel import Cut, TensorParallel
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What weights may be kept as: plain numbers that are converted when they are read."""
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
+
+
+class _Index(msgspec.Struct):
+    """What is read of an index of several safetensors."""
+
+    weight_map: dict[str, str]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -45,9 +53,50 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def checkpoint_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a config.json names; float32 when it names none."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+def positive_number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """One number of a config.json, read as the models read theirs.
+
+    Raises:
+        ModelError: it is missing and has no default, or is no whole number above zero.
+    """
+    value = config.get(key, default)
+    try:
+        number = msgspec.convert(value, int, strict=False)
+    except msgspec.ValidationError:
+        number = 0
+    if number < 1:
+        raise ModelError(f"config.json: {key} is {value!r}; accepted: a whole number above zero")
+    return number
+
+
+def chosen_dtype(config: Mapping[str, Any], wanted: str) -> torch.dtype:
+    """The dtype to use: the user's, or with "auto" the one that config.json names.
+
+    Raises:
+        ModelError: it is not one of those that models run in.
+    """
+    is_auto = wanted == "auto"
+    named = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = named if is_auto else wanted
+    if isinstance(name, str) and name in DTYPES:
+        return DTYPES[name]
+    if is_auto:
+        raise ModelError(
+            f"config.json: dtype is {name!r}, which no model runs in; choose one of the dtypes "
+            f"{', '.join(DTYPES)} to convert the weights to"
+        )
+    raise ModelError(f"dtype is {name!r}; accepted: auto, {', '.join(DTYPES)}")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        ModelError: it cannot be used; names those that can.
+    """
+    there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if device not in there and not (device == "cuda" and len(there) > 1):
+        raise ModelError(f"device is {device!r}; there are here: {', '.join(there)}")
 
 
 def build_model(config: Mapping[str, Any], ranks: TensorParallel) -> nn.Module:
@@ -56,6 +105,7 @@ def build_model(config: Mapping[str, Any], ranks: TensorParallel) -> nn.Module:
     Raises:
         ModelError: the architecture is not known, or a key is missing or wrong.
     """
+    _check_architectures(config)
     found = architecture_of(config)
     if config.get("quantization_config"):
         raise ModelError(
@@ -66,7 +116,18 @@ def build_model(config: Mapping[str, Any], ranks: TensorParallel) -> nn.Module:
         settings = msgspec.convert(config, found.Config, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(f"config.json: {error}") from error
-    return found.Model(settings, config, ranks)
+    try:
+        return found.Model(settings, config, ranks)
+    except KVStrataError:
+        raise
+    except Exception as error:  # sizes that torch refuses, keys of the wrong kind
+        raise ModelError(f"config.json describes no model that can be built: {error!r}") from error
+
+
+def _check_architectures(config: Mapping[str, Any]) -> None:
+    named = config.get("architectures")
+    if named is not None and not isinstance(named, list):
+        raise ModelError(f"config.json: architectures is {named!r}; accepted: a list of names")
 
 
 def load_model(
@@ -83,12 +144,9 @@ def load_model(
     Raises:
         ModelError: names the file, key or tensor, and what was expected.
     """
+    check_device(device)
     config = read_config(folder)
-    if dtype == "auto":
-        dtype = checkpoint_dtype(config)
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype is {dtype!r}; accepted: auto, {', '.join(DTYPES)}")
-    with _default_dtype(DTYPES[dtype]):
+    with _default_dtype(chosen_dtype(config, dtype)):
         model = build_model(config, ranks)
     weights = Weights(folder)
     for name, wanted in wanted_weights(model):
@@ -152,7 +210,7 @@ class Weights:
         """One tensor, as a whole.
 
         Raises:
-            ModelError: it is missing, has another shape, or its file is damaged.
+            ModelError: it is missing, has another shape or kind, or its file is damaged.
         """
         file_name = self._file_of.get(name)
         if file_name is None:
@@ -168,6 +226,11 @@ class Weights:
                 f"tensor {name!r} in {file_name} has shape {tuple(tensor.shape)}; config.json "
                 f"leads to {shape}"
             )
+        if tensor.dtype not in _STORED_DTYPES:
+            raise ModelError(
+                f"tensor {name!r} in {file_name} has dtype {tensor.dtype}; accepted: "
+                f"{', '.join(map(str, _STORED_DTYPES))}"
+            )
         return tensor
 
     def _find(self) -> dict[str, str]:
@@ -175,10 +238,9 @@ class Weights:
         index = self._folder / _INDEX
         if index.exists():
             try:
-                found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ModelError(f"{index} cannot be read: {error!r}") from error
-            return found
+                return msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+            except (OSError, ValueError, msgspec.DecodeError) as error:
+                raise ModelError(f"{index} cannot be read: {error}") from error
         return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
 
     def _open(self, name: str) -> Any:  # noqa: ANN401 - safetensors has no types

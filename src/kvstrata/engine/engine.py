@@ -9,14 +9,16 @@ Prompts and answers are token ids. The engine runs on the caller's thread.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from kvstrata.config.units import ByteSize
 from kvstrata.engine.cache.grouping import CacheSettings, blocks_for_bytes
-from kvstrata.engine.checkpoint import read_config
+from kvstrata.engine.checkpoint import positive_number, read_config
+from kvstrata.engine.options import EngineOptions
 from kvstrata.engine.ranks import LocalRank, RankProcesses, RankSettings
 from kvstrata.engine.scheduling.request import Request
 from kvstrata.engine.scheduling.scheduler import Scheduler, SchedulerSettings
@@ -24,7 +26,7 @@ from kvstrata.engine.scheduling.step import SamplingParams
 from kvstrata.errors import ClosedError, EngineError, LayoutError, ModelError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from kvstrata.core.layout import KVLayout
     from kvstrata.engine.ranks import Ranks
@@ -34,35 +36,6 @@ if TYPE_CHECKING:
 
 _IDLE_S: Final = 0.001
 """How long to wait before asking again, when a step had nothing to compute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What a user may choose.
-
-    Args:
-        dtype: of weights and caches: "float32", "bfloat16", or "auto" for the checkpoint's own.
-        device: "cpu", "cuda" or "cuda:1".
-        num_ranks: tensor parallelism; more than one runs each rank in a process of its own.
-        cache_capacity: memory for KV blocks, per rank.
-        num_blocks: number of KV blocks, the null block included; instead of the capacity.
-        kernel_block_tokens: tokens per kernel block.
-        state_tokens: recurrent states may be kept at multiples of this.
-        max_step_tokens: tokens computed in one step.
-        max_running: requests that hold blocks at the same time.
-        max_request_tokens: prompt and answer of one request; None: what the model allows.
-    """
-
-    dtype: str = "auto"
-    device: str = "cpu"
-    num_ranks: int = 1
-    cache_capacity: str = "256MiB"
-    num_blocks: int | None = None
-    kernel_block_tokens: int = 16
-    state_tokens: int | None = None
-    max_step_tokens: int = 512
-    max_running: int = 64
-    max_request_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +97,22 @@ class Engine:
         options = options or EngineOptions()
         folder = Path(model_dir)
         config = read_config(folder)
-        self._ranks: Ranks = _start_ranks(folder, options, connector)
+        settings = _scheduler_settings(options, config)
+        self._connector: SchedulerConnector | None = None
         self._ids = itertools.count()
         self._logits: dict[str, list[list[float]]] = {}
         self._is_closed = False
+        self._ranks: Ranks = _start_ranks(folder, options, connector)
         try:
             num_blocks = _num_blocks(self._ranks, options)
-            self._connector = (
-                None if connector is None else connector.make_scheduler_half(self.layout)
-            )
-            settings = _scheduler_settings(options, config)
-            self.scheduler = Scheduler(self.layout, num_blocks, settings, self._connector)
+            if connector is not None:
+                self._connector = connector.make_scheduler_half(self.layout)
             self._ranks.allocate(num_blocks)
+            self.scheduler = Scheduler(self.layout, num_blocks, settings, self._connector)
+            self._vocab_size = positive_number(config, "vocab_size")
         except BaseException:
-            self._ranks.close()
+            self.close()
             raise
-        self._vocab_size: int = config["vocab_size"]
 
     @property
     def layout(self) -> KVLayout:
@@ -159,23 +132,26 @@ class Engine:
 
         Raises:
             RequestError: a prompt cannot be served; none was started.
-            EngineError: a rank was lost.
+            EngineError: a rank was lost; the engine is closed.
         """
         requests = self._add_all(prompts, sampling)
-        while any(request.finish_reason is None for request in requests):
-            self.step()
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:
+            self._drop(requests)
         return [self.answer(request) for request in requests]
 
     def stream(
         self, prompts: Iterable[Sequence[int]], sampling: SamplingParams | None = None
-    ) -> Iterator[NewToken]:
+    ) -> Generator[NewToken, None, None]:
         """Answer prompts side by side, token by token as they are drawn.
 
         A caller that stops listening aborts what is left.
 
         Raises:
             RequestError: a prompt cannot be served; none was started.
-            EngineError: a rank was lost.
+            EngineError: a rank was lost; the engine is closed.
         """
         requests = self._add_all(prompts, sampling)
         mine = {request.request_id for request in requests}
@@ -183,8 +159,9 @@ class Engine:
             while any(request.finish_reason is None for request in requests):
                 yield from (new for new in self.step() if new.request_id in mine)
         finally:
+            self._drop(requests)
             for request in requests:
-                self.abort(request.request_id)
+                self._logits.pop(request.request_id, None)
 
     def add_request(
         self,
@@ -202,21 +179,20 @@ class Engine:
         """
         self._check_open()
         name = request_id or f"request-{next(self._ids)}"
-        wrong = [t for t in prompt if not 0 <= t < self._vocab_size]
-        if wrong:
-            raise RequestError(
-                f"request {name!r}: token {wrong[0]} is not in the vocabulary; accepted: 0 to "
-                f"{self._vocab_size - 1}"
-            )
-        request = Request(
-            name, prompt, sampling or SamplingParams(), self.layout, cache_salt, limits
-        )
+        sampling = sampling or SamplingParams()
+        try:
+            tokens = self._checked(prompt)
+            _check_sampling(sampling)
+        except ValueError as error:
+            raise RequestError(f"request {name!r}: {error}") from error
+        request = Request(name, tokens, sampling, self.layout, cache_salt, limits)
         self.scheduler.add(request)
         return request
 
     def abort(self, request_id: str) -> None:
-        """End a request early. Does nothing if it has ended."""
-        self.scheduler.abort(request_id)
+        """End a request early. Does nothing if it has ended, or the engine is closed."""
+        if not self._is_closed:
+            self.scheduler.abort(request_id)
 
     def step(self) -> list[NewToken]:
         """Run one step of all requests; the tokens that were drawn. Blocks while ranks compute.
@@ -228,7 +204,7 @@ class Engine:
         step = self.scheduler.schedule()
         try:
             results = self._ranks.execute(step.plan)
-        except EngineError:
+        except BaseException:  # a step that was interrupted, too, cannot be taken up again
             self.close()
             raise
         drawn = self.scheduler.update(step, results)
@@ -238,11 +214,16 @@ class Engine:
         return [NewToken(r.request_id, r.tokens[-1], r.finish_reason) for r in drawn]
 
     def run_until_idle(self, step_limit: int = 1_000_000) -> None:
-        """Step until no request lives and the connector has nothing under way."""
+        """Step until no request lives and the connector has nothing under way.
+
+        Raises:
+            EngineError: that was not so after this many steps, or a rank was lost.
+        """
         for _ in range(step_limit):
             if not self.scheduler.has_work:
                 return
             self.step()
+        raise EngineError(f"still at work after {step_limit} steps")
 
     def reset_cache(self) -> bool:
         """Forget every prefix on the device and in the connector; requests go on."""
@@ -279,10 +260,26 @@ class Engine:
             for prompt in prompts:
                 requests.append(self.add_request(prompt, sampling))  # noqa: PERF401 - see below
         except RequestError:
-            for request in requests:  # those before the bad one were taken already
-                self.abort(request.request_id)
+            self._drop(requests)  # those before the bad one were taken already
             raise
         return requests
+
+    def _drop(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.abort(request.request_id)
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's tokens; ValueError says what is wrong with them."""
+        try:
+            tokens = list(map(operator.index, prompt))
+        except TypeError as error:
+            raise ValueError(f"a prompt is a list of token ids ({error})") from error
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"token {token} is not in the vocabulary; accepted: 0 to {self._vocab_size - 1}"
+                )
+        return tokens
 
     def _keep_logits(self, result: StepResult, drawn: Iterable[Request]) -> None:
         for request in drawn:
@@ -296,8 +293,6 @@ class Engine:
 
 
 def _start_ranks(folder: Path, options: EngineOptions, connector: ConnectorParts | None) -> Ranks:
-    if options.num_ranks < 1:
-        raise ModelError(f"num_ranks is {options.num_ranks}, but must be at least 1")
     settings = RankSettings(
         folder=folder,
         dtype=options.dtype,
@@ -315,18 +310,23 @@ def _start_ranks(folder: Path, options: EngineOptions, connector: ConnectorParts
 def _num_blocks(ranks: Ranks, options: EngineOptions) -> int:
     if options.num_blocks is not None:
         return options.num_blocks
-    num_blocks = blocks_for_bytes(ranks.plan, ByteSize.parse(options.cache_capacity))
+    num_blocks = blocks_for_bytes(ranks.plan, options.capacity_bytes)
     if num_blocks <= 1:
         block_bytes = ranks.plan.page_bytes * ranks.plan.num_storages
         raise LayoutError(
-            f"cache_capacity is {options.cache_capacity}, but a block takes {block_bytes} bytes "
-            f"and at least 2 are needed"
+            f"cache_capacity is {options.cache_capacity}, but a KV block takes {block_bytes}B and "
+            f"at least 2 are needed: raise it to {2 * block_bytes}B or more"
         )
     return num_blocks
 
 
+def _check_sampling(sampling: SamplingParams) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise ValueError(f"temperature is {sampling.temperature}; accepted: 0 or more")
+
+
 def _scheduler_settings(options: EngineOptions, config: dict[str, Any]) -> SchedulerSettings:
-    longest = int(config.get("max_position_embeddings", 4096))
+    longest = positive_number(config, "max_position_embeddings", 4096)
     wanted = options.max_request_tokens
     if wanted is not None and wanted > longest:
         raise ModelError(

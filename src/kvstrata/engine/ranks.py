@@ -2,14 +2,19 @@
 
 The scheduler talks to either through `Ranks`. Processes are spawned, load their own part of the
 weights, meet over gloo, and get one message per step; a rank that dies or stays silent ends the
-engine with an error that says which.
+engine with an error that says which. An answer belongs to the last question: who stops waiting for
+one must close the ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import signal
 import tempfile
+import time
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 _START_S: Final = 120.0
 _STEP_S: Final = 600.0
 _STOP_S: Final = 5.0
+_LAST_WORDS_S: Final = 2.0
+"""How long to listen to the others when one rank has failed: the cause may lie with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,11 @@ class Ranks(Protocol):
         ...
 
     def execute(self, step: StepPlan) -> Sequence[StepResult]:
-        """Run one step on every rank; results in the order of the ranks. Blocks."""
+        """Run one step on every rank; results in the order of the ranks. Blocks.
+
+        Raises:
+            EngineError: a rank died, failed or did not answer; says which.
+        """
         ...
 
     def close(self) -> None:
@@ -127,7 +138,12 @@ class LocalRank:
 
     def execute(self, step: StepPlan) -> Sequence[StepResult]:
         """Run one step."""
-        return [self._rank.execute(step)]
+        try:
+            return [self._rank.execute(step)]
+        except KVStrataError:
+            raise
+        except Exception as error:
+            raise _failure(0, error) from error
 
     def close(self) -> None:
         """Close the connector."""
@@ -195,56 +211,92 @@ class RankProcesses:
             try:
                 pipe.send((action, argument))
             except OSError as error:
-                raise EngineError(f"rank {rank} is gone") from error
+                raise EngineError(self._obituary(rank)) from error
         return self._replies(_STEP_S)
 
     def _replies(self, timeout_s: float) -> list[Any]:
-        """One reply of every rank; an error of any of them is raised here."""
-        replies = [self._reply(rank, timeout_s) for rank in range(len(self._pipes))]
-        for reply in replies:
+        """One reply of every rank; a death or an error of any of them is raised here."""
+        replies: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while silent := {rank: p for rank, p in enumerate(self._pipes) if rank not in replies}:
+            ready = wait(silent.values(), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            replies |= {rank: self._receive(rank) for rank, pipe in silent.items() if pipe in ready}
+            if any(isinstance(reply, Exception) for reply in replies.values()):
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+        for reply in replies.values():
             if isinstance(reply, Exception):
                 raise reply
-        return replies
+        if silent:
+            raise EngineError(f"rank {min(silent)} did not answer for {timeout_s:.0f} s")
+        return [replies[rank] for rank in range(len(self._pipes))]
 
-    def _reply(self, rank: int, timeout_s: float) -> Any:  # noqa: ANN401 - whatever was asked
-        pipe = self._pipes[rank]
+    def _receive(self, rank: int) -> Any:  # noqa: ANN401 - whatever was asked
         try:
-            if pipe.poll(timeout_s):
-                return pipe.recv()
+            return self._pipes[rank].recv()
         except (EOFError, OSError) as error:
-            raise EngineError(f"rank {rank} died") from error
-        raise EngineError(f"rank {rank} did not answer for {timeout_s:.0f} s")
+            raise EngineError(self._obituary(rank)) from error
+
+    def _obituary(self, rank: int) -> str:
+        """How a rank ended."""
+        process = self._processes[rank]
+        process.join(_STOP_S)
+        code = process.exitcode
+        if code is None:
+            return f"rank {rank} no longer listens"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"rank {rank} died ({how})"
 
 
 def _serve(settings: RankSettings, place: TensorParallel, meeting: str, pipe: Connection) -> None:
     """A rank's process: start, then answer until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's process says when to end
     torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
+    with contextlib.suppress(EOFError, OSError):  # nobody is there any more
+        try:
+            rank = _start(settings, place, meeting)
+        except Exception as error:  # noqa: BLE001 - it is raised again in the engine's process
+            pipe.send(_failure(place.rank, error))
+            return
+        try:
+            pipe.send(rank.plan)
+            while True:
+                action, argument = pipe.recv()
+                pipe.send(_answer(rank, place, action, argument))
+        finally:
+            rank.close()
+            dist.destroy_process_group()
+
+
+def _start(settings: RankSettings, place: TensorParallel, meeting: str) -> Rank:
+    rank = Rank(settings, place)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{Path(meeting) / 'ranks'}",
         rank=place.rank,
         world_size=place.size,
     )
-    try:
-        rank = Rank(settings, place)
-    except KVStrataError as error:
-        pipe.send(error)
-        return
-    pipe.send(rank.plan)
-    try:
-        while True:
-            action, argument = pipe.recv()
-            pipe.send(_answer(rank, action, argument))
-    except EOFError:
-        rank.close()
-        dist.destroy_process_group()
+    return rank
 
 
-def _answer(rank: Rank, action: str, argument: Any) -> object:  # noqa: ANN401 - a message
+def _answer(
+    rank: Rank,
+    place: TensorParallel,
+    action: str,
+    argument: Any,  # noqa: ANN401 - a message
+) -> object:
     try:
         if action == "execute":
             return rank.execute(argument)
         rank.allocate(argument)
     except Exception as error:  # noqa: BLE001 - it is raised again in the engine's process
-        return EngineError(f"rank failed: {error!r}")
+        return _failure(place.rank, error)
     return None
+
+
+def _failure(rank: int, error: Exception) -> KVStrataError:
+    """An error of ours as it is, any other with the rank's name."""
+    if isinstance(error, KVStrataError):
+        return error
+    return EngineError(f"rank {rank} failed: {error!r}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from kvstrata.config.units import ByteSize
 from kvstrata.core.layout import ParallelLayout
 from kvstrata.engine.batching import in_runs, make_batch
 from kvstrata.engine.cache.grouping import plan_cache
@@ -14,6 +15,7 @@ from kvstrata.engine.checkpoint import load_model
 from kvstrata.engine.nn.cached import CachedLayer
 from kvstrata.engine.sampling import draw_token
 from kvstrata.engine.scheduling.step import StepResult
+from kvstrata.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,11 +64,22 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: int) -> LayerTensors:
-        """Allocate the caches; call it once, before the first step."""
+        """Allocate the caches; call it once, before the first step.
+
+        Raises:
+            LayoutError: there is not enough memory.
+        """
         specs = {name: layer.spec for name, layer in self._layers.items()}
-        tensors = allocate_tensors(
-            self.plan, specs, num_blocks, dtype=self._dtype, device=self._device
-        )
+        try:
+            tensors = allocate_tensors(
+                self.plan, specs, num_blocks, dtype=self._dtype, device=self._device
+            )
+        except RuntimeError as error:  # what torch raises when memory runs out
+            size = ByteSize(num_blocks * self.plan.page_bytes * self.plan.num_storages)
+            raise LayoutError(
+                f"{num_blocks} KV blocks take {size}, which cannot be allocated on "
+                f"{self._device}: lower cache_capacity or num_blocks"
+            ) from error
         for group_id, group in enumerate(self.plan.layout.groups):
             for layer in group.layers:
                 self._layers[layer.name].bind(tensors[layer.name], group_id)

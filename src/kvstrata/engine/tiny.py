@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kvstrata.engine.checkpoint import build_model, wanted_weights
@@ -32,11 +33,11 @@ def make_tiny(name: str, folder: Path, *, seed: int = 0, **changes: object) -> N
         changes: keys of config.json to change.
 
     Raises:
-        ModelError: the architecture is not known, or the folder has a config.json already.
+        ModelError: the architecture is not known, the folder holds a model, or it cannot be
+            written to.
     """
     module = architecture(name)
-    if (folder / "config.json").exists():
-        raise ModelError(f"{folder} holds a model already; expected a new or empty folder")
+    _check_unused(folder)
     config: dict[str, Any] = module.TINY | {"dtype": "float32"} | changes
     generator = torch.Generator().manual_seed(seed)
     draw = getattr(module, "draw", draw_weight)
@@ -44,10 +45,18 @@ def make_tiny(name: str, folder: Path, *, seed: int = 0, **changes: object) -> N
         weight_name: draw(weight_name, tuple(wanted.parameter.shape), generator).contiguous()
         for weight_name, wanted in wanted_weights(build_model(config, TensorParallel()))
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(config, indent=2, sort_keys=True)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder} cannot be written to: {error}") from error
+
+
+def _check_unused(folder: Path) -> None:
+    if any((folder / name).exists() for name in ("config.json", "model.safetensors")):
+        raise ModelError(f"{folder} holds a model already; expected a new or empty folder")
 
 
 def draw_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -69,16 +69,6 @@ def test_schema_is_json() -> None:
     assert "Config" in schema["$defs"]
 
 
-def test_demo_draws_the_planner() -> None:
-    result = run("demo")
-
-    assert result.returncode == 0
-    assert "Usable: 2,112 of 2,600 tokens" in result.stdout
-    assert "window group 1: chunk 10 [1760, 1936) is absent" in result.stdout
-    assert "waiting would give 2,112" in " ".join(result.stdout.replace("│", "").split())
-    assert "Usable: 0 of 2,600 tokens" in result.stdout
-
-
 def test_unknown_commands_are_refused() -> None:
     assert run("nonsense").returncode == 2
 
