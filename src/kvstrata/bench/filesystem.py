@@ -1,8 +1,8 @@
 """What the filesystem tier reaches of what its file system gives, and how fast it finds its keys.
 
 The measure is plain system calls: the same threads, sizes, flags and buffers, each file made aside
-and renamed, but no checksum, header, limit or note of use. Both take turns, in the same folders and,
-when they read, on the same files.
+and renamed, but no checksum, header, limit or note of use. Both take turns, in the same folders,
+and read the same files.
 
 No file is deleted before the end. An ext4 without a journal steps around deleted inodes for a
 minute or more, one by one and folder by folder; that would be measured instead. For the same reason
@@ -247,8 +247,9 @@ def run(scale: Scale | None = None, folder: Path | None = None) -> Report:
         name="filesystem",
         setting=(
             f"{scale.total_bytes // MIB} MiB in chunks of each size, {scale.num_threads} threads, "
-            f"{mode} I/O, {_file_calls()}, checksums on, goals at durability none; shares of what plain system "
-            f"calls reach on the same files, fastest of {scale.num_rounds} rounds in turns; "
+            f"{mode} I/O, {_file_calls()}, checksums on, goals at durability none; "
+            f"shares of what plain system calls reach in the same folders, fastest of "
+            f"{scale.num_rounds} rounds in turns; "
             f"{scale.num_listed:,} chunks listed, one rank, made in {listing.make_s:.3g} s; "
             f"{describe_vllm(vllm_file_calls())}"
         ),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.tiers import file_io
-from kvstrata.tiers.chunk_format import HEADER_BYTES, BadChunk, check_chunk, header_page
+from kvstrata.tiers.chunk_format import HEADER_BYTES, BadChunk, check_chunk, unsealed_header
 from kvstrata.tiers.file_layout import temporary_path
 
 if TYPE_CHECKING:
@@ -40,16 +40,14 @@ def write_chunk(
         PublishedUnsynced: the file is there, but may not survive a crash.
         OSError: as the file system says; there is no file.
     """
-    num_bytes, folder = chunk.label.payload_bytes, os.path.dirname(path)  # noqa: PTH120
-    header = _scratch_page()
-    digest = file_io.calls.checksum(chunk.parts, num_bytes)
-    header[:] = header_page(chunk.label, *owner, digest)
+    folder, header = os.path.dirname(path), _scratch_page()  # noqa: PTH120 - a string is faster
+    header[:] = unsealed_header(chunk.label, *owner)
     error = file_io.calls.write(
         temporary_path(folder),
         path,
         header,
         chunk.parts,
-        num_bytes=HEADER_BYTES + num_bytes,
+        num_bytes=HEADER_BYTES + chunk.label.payload_bytes,
         direct=direct,
         sync=durability != "none",
     )

@@ -20,10 +20,10 @@ import msgspec
 import xxhash
 
 from kvstrata.core.layout import GroupKind
-from kvstrata.tiers import file_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from mmap import mmap
 
     from kvstrata.core.chunk_label import ChunkLabel, Namespace, Rank
     from kvstrata.core.ids import ChunkKey
@@ -35,6 +35,11 @@ CHECKSUM: Final = "xxh3-128"
 
 _ZEROS: Final = bytes(HEADER_BYTES)
 _PREFIX: Final = struct.Struct("<8sHIQ")
+_LENGTH: Final = struct.Struct("<I")
+_LENGTH_AT: Final = 10
+_SEAL: Final = struct.Struct("<Q")
+_SEAL_AT: Final = 14
+_NO_DIGEST: Final = bytes(16)
 
 
 class BadChunk(Exception):  # noqa: N818 - what it is; becomes ChunkCorrupt at the tier's edge
@@ -57,15 +62,19 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     checksum_algorithm: str
     checksum: bytes
+    """Of the payload. The last field, so that it ends the body: it is known last."""
 
 
+_encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(ChunkHeader)
 
 
 def checksum(parts: Iterable[memoryview]) -> bytes:
     """The checksum of a payload that lies in several parts. Releases the interpreter's lock."""
-    parts = tuple(parts)
-    return file_io.calls.checksum(parts, sum(part.nbytes for part in parts))
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def make_header(
@@ -98,9 +107,23 @@ def _header(label: ChunkLabel, namespace: Namespace, rank: Rank, digest: bytes) 
     )
 
 
+def unsealed_header(label: ChunkLabel, namespace: Namespace, rank: Rank) -> bytes:
+    """The header page of a chunk, for `seal_header` to complete."""
+    body = _encoder.encode(_header(label, namespace, rank, _NO_DIGEST))
+    return (_PREFIX.pack(MAGIC, VERSION, len(body), 0) + body).ljust(HEADER_BYTES, b"\0")
+
+
+def seal_header(page: mmap, digest: bytes) -> None:
+    """Complete a header page with the payload's checksum, which ends its body, and its own."""
+    (length,) = _LENGTH.unpack_from(page, _LENGTH_AT)
+    end = _PREFIX.size + length
+    page[end - len(digest) : end] = digest
+    _SEAL.pack_into(page, _SEAL_AT, xxhash.xxh3_64_intdigest(page[_PREFIX.size : end]))
+
+
 def pack_header(header: ChunkHeader) -> bytes:
     """A header as one page."""
-    body = msgspec.msgpack.encode(header)
+    body = _encoder.encode(header)
     prefix = _PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body))
     return (prefix + body).ljust(HEADER_BYTES, b"\0")
 

@@ -5,8 +5,8 @@ dies between reserving and writing leaves a reservation behind; the janitor's ne
 count right. Writers are refused, never delayed: a store that does not fit is dropped.
 
 Ownership: the file belongs to everyone under its lock. A lock belongs to the open file, which this
-process's threads share, so `_mutex` orders them. `_free` is a guess that threads may refresh at
-the same time.
+process's threads share, so `_mutex` orders them. `_free` is a guess, and `_day` the day that was
+seen to begin; threads may refresh them at the same time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvstrata.config.units import ByteSize
+from kvstrata.tiers import file_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+T = TypeVar("T")
 
 _COUNTERS: Final = struct.Struct("<qqqqq")
 _DAY_S: Final = 86_400
@@ -48,8 +51,7 @@ class Limits:
     daily_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """The shared counters."""
 
     used_bytes: int = 0
@@ -83,6 +85,7 @@ class DiskBudget:
         self._mutex = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._free = _Free(float("-inf"), 0)
+        self._day = 0
 
     @property
     def limits(self) -> Limits:
@@ -101,22 +104,22 @@ class DiskBudget:
     def reserve(self, num_bytes: int) -> Usage:
         """Count bytes about to be written; the counters afterwards.
 
+        They are counted, checked, and taken back if they were too many: one call when they are
+        not. Meanwhile others may be refused what would just have fitted.
+
         Raises:
-            BudgetSpent: says which limit they would break; nothing was counted.
+            BudgetSpent: says which limit they would break; nothing stays counted.
             OSError: the counters cannot be changed.
         """
-        free = self._free_bytes()
-        with self._locked():
-            usage = self._today(self._load())
-            self._check(usage, num_bytes, free)
-            usage = replace(
-                usage,
-                used_bytes=usage.used_bytes + num_bytes,
-                reserved_bytes=usage.reserved_bytes + num_bytes,
-                written_bytes=usage.written_bytes + num_bytes,
-            )
-            self._save(usage)
-        self._free = self._free._replace(num_bytes=self._free.num_bytes - num_bytes)
+        self._begin_day()
+        free = self._free_bytes() - num_bytes
+        usage = self._add(Usage(num_bytes, num_bytes, 0, 0, num_bytes))
+        try:
+            self._check(usage, free)
+        except BudgetSpent:
+            self._add(Usage(-num_bytes, -num_bytes, 0, 0, -num_bytes))
+            raise
+        self._free = _Free(self._free.seen_at, self._free.num_bytes - num_bytes)
         return usage
 
     def release(self, num_bytes: int) -> None:
@@ -128,13 +131,14 @@ class DiskBudget:
         with self._locked():
             usage = self._load()
             used, released = usage.used_bytes - num_bytes, usage.released_bytes + num_bytes
-            self._save(replace(usage, used_bytes=max(0, used), released_bytes=released))
+            self._save(usage._replace(used_bytes=max(0, used), released_bytes=released))
 
     def correct(self, found_bytes: int, before: Usage) -> None:
         """Set the count to what a scan found, plus what was reserved since it began.
 
         What is written or removed while a scan runs may be counted once too often until the next
-        scan, never too seldom; except for one chunk per writer that had reserved and not begun.
+        scan, never too seldom; except for one chunk per writer that had reserved and not begun, or
+        was about to be refused.
 
         Raises:
             OSError: the counters cannot be changed.
@@ -142,7 +146,7 @@ class DiskBudget:
         with self._locked():
             usage = self._load()
             since = usage.reserved_bytes - before.reserved_bytes
-            self._save(replace(usage, used_bytes=found_bytes + since))
+            self._save(usage._replace(used_bytes=found_bytes + since))
 
     def correct_if_quiet(self, found_bytes: int, before: Usage) -> bool:
         """Set the count to what a scan found, unless something changed meanwhile; whether it was.
@@ -157,7 +161,7 @@ class DiskBudget:
                 before.released_bytes,
             )
             if is_quiet:
-                self._save(replace(usage, used_bytes=found_bytes))
+                self._save(usage._replace(used_bytes=found_bytes))
             return is_quiet
 
     def is_high(self, usage: Usage, share: float) -> bool:
@@ -186,13 +190,13 @@ class DiskBudget:
                 with suppress(OSError):  # of a file system that is gone; it is freed all the same
                     os.close(fd)
 
-    def _check(self, usage: Usage, num_bytes: int, free: int) -> None:
+    def _check(self, usage: Usage, free: int) -> None:
         limits = self._limits
-        if limits.quota_bytes is not None and usage.used_bytes + num_bytes > limits.quota_bytes:
+        if limits.quota_bytes is not None and usage.used_bytes > limits.quota_bytes:
             raise BudgetSpent(f"the quota of {ByteSize(limits.quota_bytes)} is used up")
-        if free - num_bytes < limits.min_free_bytes:
+        if free < limits.min_free_bytes:
             raise BudgetSpent(f"less than {ByteSize(limits.min_free_bytes)} would be left free")
-        if limits.daily_bytes is not None and usage.written_bytes + num_bytes > limits.daily_bytes:
+        if limits.daily_bytes is not None and usage.written_bytes > limits.daily_bytes:
             raise BudgetSpent(f"{ByteSize(limits.daily_bytes)} have been written today")
 
     def _free_bytes(self) -> int:
@@ -202,45 +206,49 @@ class DiskBudget:
             self._free = _Free(now, state.f_bavail * state.f_frsize)
         return self._free.num_bytes
 
-    @staticmethod
-    def _today(usage: Usage) -> Usage:
+    def _begin_day(self) -> None:
+        """Set what was written to nothing, if nobody has done so today."""
         day = int(time.time()) // _DAY_S
-        return usage if usage.day == day else replace(usage, day=day, written_bytes=0)
+        if day == self._day:
+            return
+        with self._locked():
+            usage = self._load()
+            if usage.day != day:
+                self._save(usage._replace(day=day, written_bytes=0))
+        self._day = day
+
+    def _add(self, change: Usage) -> Usage:
+        """Change the counters in one call; what they are then."""
+        data = _COUNTERS.pack(*change)
+        with self._mutex:
+            sums = self._patiently(lambda: file_io.calls.add(self._fd, data))
+        return Usage._make(_COUNTERS.unpack(sums))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._mutex:
-            self._lock_file()
+            self._patiently(lambda: fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
             try:
                 yield
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def _lock_file(self) -> None:
-        """Take the lock, but do not wait for a holder that hangs."""
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Do what needs the file's lock, but do not wait for a holder that hangs."""
         if self._fd < 0:
             raise OSError(errno.EBADF, "the store is closed")
         end = time.monotonic() + _LOCK_S
         while True:
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return call()
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise OSError(errno.ETIMEDOUT, "the counters stayed locked") from None
                 time.sleep(0.0005)
-            else:
-                return
 
     def _load(self) -> Usage:
         data = os.pread(self._fd, _COUNTERS.size, 0)
-        return Usage(*_COUNTERS.unpack(data)) if len(data) == _COUNTERS.size else Usage()
+        return Usage._make(_COUNTERS.unpack(data)) if len(data) == _COUNTERS.size else Usage()
 
     def _save(self, usage: Usage) -> None:
-        data = _COUNTERS.pack(
-            usage.used_bytes,
-            usage.reserved_bytes,
-            usage.released_bytes,
-            usage.day,
-            usage.written_bytes,
-        )
-        os.pwrite(self._fd, data, 0)
+        os.pwrite(self._fd, _COUNTERS.pack(*usage), 0)

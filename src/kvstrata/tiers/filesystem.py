@@ -162,9 +162,7 @@ class FilesystemStore:
         if self._budget.is_high(usage, HIGH_SHARE):
             self._janitor.wake()
         try:
-            write_chunk(
-                path, chunk, self._owner, direct=self._direct, durability=self._durability
-            )
+            write_chunk(path, chunk, self._owner, direct=self._direct, durability=self._durability)
         except PublishedUnsynced:  # it is there, and stays counted
             raise
         except BaseException as error:
@@ -221,6 +219,8 @@ class _Uses:
 
 def _is_there(path: str, size: int) -> bool:
     """Whether the chunk was written before: equal keys mean equal bytes, so once is enough."""
+    if not os.access(path, os.F_OK):  # the usual case, without the price of an exception
+        return False
     try:
         return os.stat(path).st_size == size  # noqa: PTH116 - a string is faster
     except FileNotFoundError:

@@ -13,6 +13,8 @@ from kvstrata.tiers.disk_budget import BudgetSpent, DiskBudget, Limits
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("file_calls")
+
 MIB = 2**20
 
 
@@ -53,6 +55,19 @@ def test_reservations_stop_at_the_quota(tmp_path: Path) -> None:
     budget.reserve(5)
 
     assert budget.usage().used_bytes == 9
+
+
+def test_what_is_refused_is_not_counted(tmp_path: Path) -> None:
+    budget = DiskBudget(tmp_path / "usage", Limits(quota_bytes=10, daily_bytes=100))
+    budget.reserve(6)
+    before = budget.usage()
+    for _ in range(50):
+        with pytest.raises(BudgetSpent):
+            budget.reserve(5)
+
+    assert budget.usage() == before
+    budget.correct(6, before)
+    assert budget.usage().used_bytes == 6, "a scan does not take it for written either"
 
 
 def test_processes_and_threads_share_one_count(tmp_path: Path) -> None:

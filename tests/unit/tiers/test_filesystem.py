@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvstrata.core.chunk_label import ChunkBuffer, Namespace, Rank
 from kvstrata.errors import ChunkCorrupt, ConfigError, TierFull, TierUnavailable
 from kvstrata.testing.chunks import a_label, a_namespace, content, empty, filled, within
 from kvstrata.testing.tier_contract import TierContract
+from kvstrata.tiers import file_io
 from kvstrata.tiers.disk_budget import DiskBudget, Limits
 from kvstrata.tiers.file_layout import StoreDirectory, temporary_path
 from kvstrata.tiers.filesystem import FilesystemStore
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvstrata.core.ids import ChunkKey
+    from kvstrata.tiers.file_io import FileCalls
+
+pytestmark = pytest.mark.usefixtures("file_calls")
 
 
 class Directory:
@@ -62,6 +67,14 @@ class TestFilesystemStore(TierContract):
 def make(path: Path, **settings: Any) -> FilesystemStore:  # noqa: ANN401 - any setting
     config = FilesystemTierConfig(path=str(path), **settings)
     return FilesystemStore(config, a_namespace(), Rank())
+
+
+def a_budget(path: Path) -> DiskBudget:
+    """The counters of a new store, which is empty, but not by them: a first count shows."""
+    StoreDirectory(path).prepare()
+    budget = DiskBudget(path / "usage", Limits())
+    budget.reserve(10**9)
+    return budget
 
 
 def sizes(path: Path) -> int:
@@ -275,9 +288,7 @@ def test_a_read_only_store_still_serves(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_write_that_was_published_stays_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    StoreDirectory(tmp_path / "store").prepare()
-    budget = DiskBudget(tmp_path / "store" / "usage", Limits())
-    budget.reserve(10**9)
+    budget = a_budget(tmp_path / "store")
     store = make(tmp_path / "store", durability="full")
     label = a_label(1)
     wait_until(lambda: budget.usage().used_bytes == 0)  # the janitor has counted
@@ -289,6 +300,56 @@ def test_a_write_that_was_published_stays_counted(
     assert isinstance(store.write([filled(label)], within(10)).failed[label.key], TierUnavailable)
 
     assert budget.usage().used_bytes == sizes(tmp_path / "store")
+    store.close()
+
+
+def test_a_file_that_cannot_be_closed_stays_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_calls: FileCalls
+) -> None:
+    budget = a_budget(tmp_path / "store")
+    store = make(tmp_path / "store", durability="none")
+    label = a_label(1)
+    wait_until(lambda: budget.usage().used_bytes == 0)  # the janitor has counted
+
+    def write(*args: Any, **options: Any) -> int:  # noqa: ANN401 - as it comes
+        return file_calls.write(*args, **options) or errno.EIO
+
+    monkeypatch.setattr(file_io, "calls", SimpleNamespace(write=write, add=file_calls.add))
+    assert isinstance(store.write([filled(label)], within(10)).failed[label.key], TierUnavailable)
+
+    assert budget.usage().used_bytes == sizes(tmp_path / "store") > 0
+    store.close()
+
+
+def test_a_write_that_fails_is_not_counted(tmp_path: Path) -> None:
+    budget = a_budget(tmp_path / "store")
+    store = make(tmp_path / "store", durability="none")
+    label = a_label(1)
+    wait_until(lambda: budget.usage().used_bytes == 0)  # the janitor has counted
+    (tmp_path / "store" / "namespaces").joinpath(
+        a_namespace().fingerprint, label.key.hex()[:2], f"{label.key.hex()}.0of1"
+    ).mkdir()
+
+    assert isinstance(store.write([filled(label)], within(10)).failed[label.key], TierUnavailable)
+    assert budget.usage().used_bytes == 0
+    assert not list((tmp_path / "store").rglob("*.tmp"))
+    store.close()
+
+
+def test_recency_is_noted_once_a_minute(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", durability="none")
+    label = a_label(1)
+    assert store.read([empty(label)], within(10)).absent, "which is no use"
+    store.write([filled(label)], within(10))
+    (file,) = (tmp_path / "store").glob(f"namespaces/*/*/{label.key.hex()}.*")
+    later = int(time.time()) + 3600  # than the file's change: reads alone leave it so
+    seen: list[bool] = []
+    for _ in range(2):
+        os.utime(file, (later, 1000))
+        assert store.read([empty(label)], within(10)).done
+        seen.append(file.stat().st_atime < later)
+
+    assert seen == [True, False]
     store.close()
 
 

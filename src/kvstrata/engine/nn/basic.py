@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from kvstrata.engine.nn.parallel import ColumnLinear, RowLinear
 
@@ -33,8 +33,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        wide = rms_norm(x.float(), x.shape[-1:], eps=self._eps)
         if self._offset:
             return (wide * (self._offset + self.weight.float())).to(x.dtype)
         return self.weight * wide.to(x.dtype)

@@ -58,12 +58,14 @@ class PagedAttention(CachedLayer):
         cache[row, 1, place] = value
         outputs = []
         for run, visible in zip(batch.runs, tables.runs, strict=True):
-            shape = (run.num_sequences, run.num_tokens, *query.shape[1:])
+            shape = (run.num_sequences, run.num_tokens)
             if visible.mask is None:
                 keys, values = key[None, run.tokens], value[None, run.tokens]
             else:
                 keys, values = self._gather(visible)
-            outputs.append(self._attend(query[run.tokens].view(shape), keys, values, visible.mask))
+            outputs.append(
+                self._attend(query[run.tokens].unflatten(0, shape), keys, values, visible.mask)
+            )
         return torch.cat(outputs)
 
     def _gather(self, visible: AttentionRun) -> tuple[torch.Tensor, torch.Tensor]:
