@@ -5,7 +5,7 @@ Each has a contract suite in `kvstrata.testing`; an implementation is done when 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +53,15 @@ class ChunkStore(Protocol):
 
     def close(self) -> None:
         """Let go of files and connections. Does nothing on successive calls."""
+        ...
+
+
+@runtime_checkable
+class TellsEvictions(Protocol):
+    """A store that knows which chunks its medium let go of by itself."""
+
+    def take_evicted(self) -> list[ChunkKey]:
+        """Hand over the chunks that left since the last call. Never blocks."""
         ...
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstrata.core.outcomes import TierOutcome
 from kvstrata.errors import ClosedError, TierError, TierTimeout, TierUnavailable
 from kvstrata.hierarchy.task_queue import Task, TaskQueue, Verb
+from kvstrata.interfaces import TellsEvictions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -151,6 +152,10 @@ class TierIO:
             if not job.is_reported and (now > job.deadline or not job.tasks):
                 reports.append(self._report(job_id, job, now))
         return reports
+
+    def take_evicted(self) -> list[ChunkKey]:
+        """Hand over the chunks that the medium let go of by itself, as far as it tells."""
+        return self._store.take_evicted() if isinstance(self._store, TellsEvictions) else []
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the threads as far as they return, and close the store."""

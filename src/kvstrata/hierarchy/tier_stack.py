@@ -162,6 +162,19 @@ class TierStack:
             tuple(gone),
         )
 
+    def evicted_below(self, tier: int, keys: Sequence[ChunkKey]) -> str:
+        """A lower tier let go of chunks by itself; its name."""
+        self._tiers[tier].known.missed(keys)
+        return self._tiers[tier].name
+
+    def check(self, tier_name: str, keys: Sequence[ChunkKey], deadline: Deadline) -> None:
+        """Ask a lower tier about chunks, whatever is known about them. Returns at once."""
+        for tier in self._tiers:
+            if tier.name == tier_name:
+                tier.known.asked(keys)
+                tier.find(keys, deadline)
+                self._num_asking += 1
+
     def tiers_with(self, key: ChunkKey) -> tuple[str, ...]:
         """The lower tiers that are known to have a chunk."""
         return tuple(tier.name for tier in self._tiers if tier.has(key))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvstrata.config.schema import LoadConfig
     from kvstrata.hierarchy.tier_stack import TierStack
     from kvstrata.planning.load_plan import LoadPlan
+    from kvstrata.planning.request_ledger import ChunkRef
     from kvstrata.runtime.load_jobs import Load
     from kvstrata.runtime.speeds import MeasuredSpeeds
     from kvstrata.runtime.tracked_request import TrackedRequest
@@ -40,6 +41,7 @@ class Loading:
         stack: host memory and the tiers below.
         clock: monotonic seconds.
         speeds: what loading and computing cost.
+        describe: told which chunks of a request are brought up, while the request lives.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class Loading:
         stack: TierStack,
         clock: Callable[[], float],
         speeds: MeasuredSpeeds,
+        describe: Callable[[TrackedRequest, Sequence[ChunkRef]], None],
     ) -> None:
         self._config = config
         self._stack = stack
         self._clock = clock
         self._speeds = speeds
+        self._describe = describe
         self._jobs = LoadJobs(stack.host)
         self._num_refused = 0
 
@@ -135,6 +139,7 @@ class Loading:
         deadline = self._time_for_tiers(request)
         request.awaited = set(keys)
         if self._clock() < deadline:
+            self._describe(request, request.refs(target))
             self._stack.ask(keys, deadline)
             self._stack.promote(labels, deadline)
         ready = request.choose(self._stack.lookup, local_tokens)

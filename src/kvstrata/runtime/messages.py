@@ -233,6 +233,8 @@ class RankReport(_Message, frozen=True, array_like=True):
 
     tier_reports: tuple[TierReportMessage, ...] = ()
     copy_reports: tuple[CopyReportMessage, ...] = ()
+    evicted: tuple[tuple[bytes, ...], ...] = ()
+    """By tier: chunks that it let go of by itself."""
     namespace: str = ""
     """The fingerprint under which the rank keeps chunks; equal on all ranks."""
 

@@ -103,6 +103,12 @@ class Recorder:
             self.counters.add(metrics.EVICTIONS, len(keys), HOST)
             self.left_host(keys)
 
+    def evicted_below(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+        """Chunks left a lower tier to make room."""
+        self.counters.add(metrics.EVICTIONS, len(keys), tier)
+        for key in keys:
+            self.tracker.removed(key, tier)
+
     def left_host(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks left host memory."""
         self._history.left(keys, self._tiers_with)

@@ -18,9 +18,13 @@ import itertools
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.config.schema import tier_name
+from kvstrata.core.ids import ChunkKey
+from kvstrata.core.lookups import ChunkLookup
+from kvstrata.core.outcomes import Deadline
 from kvstrata.runtime.lazy_stores import LazyStores
 from kvstrata.runtime.loading import Loading
 from kvstrata.runtime.messages import CopyJobMessage, StepMessage, decode_report, encode
@@ -39,8 +43,7 @@ if TYPE_CHECKING:
 
     from kvstrata.config.schema import Config
     from kvstrata.core.chunk_grid import ChunkGeometry
-    from kvstrata.core.ids import ChunkKey
-    from kvstrata.hierarchy.tier_stack import TierStack
+    from kvstrata.hierarchy.tier_stack import Changes, TierStack
     from kvstrata.planning.request_ledger import RequestLedger
     from kvstrata.runtime.explanations import Explanation
     from kvstrata.runtime.message_channel import MessageChannel, Outbox
@@ -58,6 +61,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_CHECK_S: Final = 10.0
+"""How long a question about a chunk may take that nobody waits for."""
 MOST_PREFETCHED: Final = 8
 """Waiting requests whose chunks are brought up before the engine asks."""
 
@@ -104,15 +109,20 @@ class SchedulerSide:
         self._geometry = geometry
         self._wiring = wiring
         self._stack = wiring.stack
+        self._clock = clock
         self._requests: dict[str, TrackedRequest] = {}
         self._speeds = MeasuredSpeeds(clock)
         names = [tier_name(tier) for tier in config.tiers]
         self._recorder = Recorder(tracker, names, self._stack.tiers_with, clock)
-        self._loading = Loading(config.load, self._stack, clock, self._speeds)
+        self._loading = Loading(
+            config.load, self._stack, clock, self._speeds, self._recorder.described
+        )
         self._quorum = RankQuorum(wiring.num_ranks)
         self._job_ids = itertools.count(1)
         self._to_send: list[CopyJob] = []
         self._lost_loads: list[str] = []
+        self._evicted: list[tuple[int, ChunkKey]] = []
+        """What tiers let go of by themselves, by their position."""
         self._ended_loads = EndedLoads()
         self.hook_faults: Counter[str] = Counter()
 
@@ -255,7 +265,7 @@ class SchedulerSide:
         if not external_tokens:
             request.compute_from_local_hit()
             return None
-        self._recorder.described(request, request.loaded_refs())
+        self._recorder.described(request, request.refs(request.plan))
         return self._loading.start(self._next_job_id(), request, tables, external_tokens)
 
     @shielded(lambda: None)
@@ -318,6 +328,8 @@ class SchedulerSide:
         if not data:
             return
         report = decode_report(data)
+        for tier, keys in enumerate(report.evicted):
+            self._evicted.extend((tier, ChunkKey(key)) for key in keys)
         for tier_report in report.tier_reports:
             self._wiring.channels[tier_report.tier][rank].deliver(tier_report.read())
         for copy_report in report.copy_reports:
@@ -343,8 +355,12 @@ class SchedulerSide:
 
     def _forget_if_settled(self, ledger: RequestLedger) -> None:
         """What an ended request's chunks announce is not needed once its stores have settled."""
-        if ledger.has_ended and not ledger.num_in_flight and self._lazy is None:
-            self._recorder.tracker.forget(ledger.grid.all_keys())
+        if not ledger.has_ended or ledger.num_in_flight or self._lazy is not None:
+            return
+        keys = list(ledger.grid.all_keys())
+        codes = self._stack.host.lookup(keys)
+        pairs = zip(keys, codes, strict=True)  # others may be bringing some of them right now
+        self._recorder.tracker.forget(k for k, code in pairs if code != ChunkLookup.ARRIVING)
 
     def _load_ended(self, request_id: str, *, is_done: bool) -> None:
         ended = self._ended_loads
@@ -356,6 +372,22 @@ class SchedulerSide:
         """Take in what the tiers below have reported."""
         changes = self._stack.poll()
         self._recorder.tiers_changed(changes)
+        self._take_evicted(changes)
         if changes.lost:
             for request in self._requests.values():
                 request.lose(changes.lost)
+
+    def _take_evicted(self, changes: Changes) -> None:
+        """Tiers let go of chunks by themselves.
+
+        Of a chunk that was written or found meanwhile nobody knows which came first: ask again.
+        """
+        evicted, self._evicted = self._evicted, []
+        doubtful = {*changes.written, *changes.found}
+        for tier, pairs in itertools.groupby(sorted(evicted), key=itemgetter(0)):
+            keys = [key for _, key in pairs]
+            name = self._stack.evicted_below(tier, keys)
+            self._recorder.evicted_below(name, keys)
+            again = [key for key in keys if (name, key) in doubtful]
+            if again:
+                self._stack.check(name, again, Deadline(self._clock() + _CHECK_S))

@@ -81,9 +81,10 @@ class TrackedRequest:
         ]
         return sorted(labels, key=lambda label: label.tokens.stop)
 
-    def loaded_refs(self) -> list[ChunkRef]:
-        """The chunks of the last answer."""
-        loads = () if self.plan is None else self.plan.loads
+    @staticmethod
+    def refs(plan: LoadPlan | None) -> list[ChunkRef]:
+        """The chunks of a plan, group after group."""
+        loads = () if plan is None else plan.loads
         return [ChunkRef(load.group_id, index) for load in loads for index in load.chunks]
 
     def compute_from_local_hit(self) -> None:

@@ -126,6 +126,7 @@ class WorkerSide:
                     for report in tier.take_reports()
                 ),
                 copy_reports=tuple(map(CopyReportMessage.of, copy_reports)),
+                evicted=tuple(tuple(tier.take_evicted()) for tier in memory.tiers),
                 namespace=memory.namespace,
             )
         )

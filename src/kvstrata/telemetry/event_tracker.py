@@ -278,8 +278,9 @@ class OffloadingEventsTracker:
         return any(contents.holds(key) for contents in self._tiers.values())
 
     def _let_go(self, key: ChunkKey) -> None:
-        if not self._is_held(key):
-            self._descriptions.pop(key, None)
+        """The chunk may be on its way back: its description waits with the others."""
+        if not self._is_held(key) and key in self._descriptions:
+            self._wait(key)
 
     def _wait(self, key: ChunkKey) -> None:
         if len(self._waiting) >= self._limits.max_waiting:

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +29,7 @@ from kvstrata.tiers.chunk_file import (
 )
 from kvstrata.tiers.chunk_format import HEADER_BYTES, BadChunk
 from kvstrata.tiers.disk_budget import BudgetSpent, DiskBudget, Limits
-from kvstrata.tiers.file_layout import StoreDirectory
+from kvstrata.tiers.file_layout import StoreDirectory, parse_file_name
 from kvstrata.tiers.janitor import HIGH_SHARE, Janitor
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 _NOTE_S: Final = 60.0
 """Recency is kept to the minute."""
 _MOST_NOTED: Final = 65_536
+_MOST_EVICTED: Final = 1_000_000
+"""Evictions remembered until somebody asks."""
 _LONGEST_CLOSE_S: Final = 1.0
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -79,7 +82,8 @@ class FilesystemStore:
             raise ConfigError(
                 "path", f"{config.path} cannot be used: {error.strerror}", "a writable directory"
             ) from error
-        self._janitor = Janitor(self._directory, self._budget)
+        self._evicted: deque[str] = deque(maxlen=_MOST_EVICTED)
+        self._janitor = Janitor(self._directory, self._budget, self._evicted.append)
         self._uses = _Uses()
         self._is_closed = False
 
@@ -100,6 +104,19 @@ class FilesystemStore:
     def remove(self, keys: Sequence[ChunkKey], deadline: Deadline) -> TierOutcome:
         """Delete this rank's files."""
         return self._each(keys, deadline, self._remove)
+
+    def take_evicted(self) -> list[ChunkKey]:
+        """Hand over the chunks of this namespace that made room for others. Never blocks.
+
+        Only what this process's janitor did is known; a chunk is gone when one rank's part is.
+        """
+        keys = []
+        while self._evicted:
+            path = Path(self._evicted.popleft())
+            named = parse_file_name(path.name)
+            if named is not None and path.is_relative_to(self._folder):
+                keys.append(named[0])
+        return keys
 
     def close(self) -> None:
         """Stop the janitor and let go of files. Does nothing on successive calls."""

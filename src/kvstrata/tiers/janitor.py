@@ -55,11 +55,18 @@ class Janitor:
     Args:
         directory: the store.
         budget: its shared counters and limits.
+        on_evicted: told the path of every file that is deleted to make room, on this thread.
     """
 
-    def __init__(self, directory: StoreDirectory, budget: DiskBudget) -> None:
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        budget: DiskBudget,
+        on_evicted: Callable[[str], None] | None = None,
+    ) -> None:
         self._directory = directory
         self._budget = budget
+        self._on_evicted = on_evicted
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstrata-janitor", daemon=True)
@@ -116,7 +123,7 @@ class Janitor:
     def _evict_if_needed(self) -> bool:
         if not self._budget.excess_bytes(HIGH_SHARE):
             return False
-        return evict(self._directory, self._budget, LOW_SHARE) > 0
+        return evict(self._directory, self._budget, LOW_SHARE, self._on_evicted) > 0
 
 
 def collect(directory: StoreDirectory) -> int:
@@ -124,7 +131,12 @@ def collect(directory: StoreDirectory) -> int:
     return sum(file.size for file in stored_files(directory) if not _is_collected(file))
 
 
-def evict(directory: StoreDirectory, budget: DiskBudget, share: float) -> int:
+def evict(
+    directory: StoreDirectory,
+    budget: DiskBudget,
+    share: float,
+    on_evicted: Callable[[str], None] | None = None,
+) -> int:
     """Delete what was used longest ago until `share` of the limits is kept; return the count.
 
     Leftovers and quarantined files go first; a file that cannot be deleted is passed over. Counts
@@ -141,6 +153,8 @@ def evict(directory: StoreDirectory, budget: DiskBudget, share: float) -> int:
             break
         if not is_temporary(file.name) and _unlink(file.path):
             budget.release(file.size)
+            if on_evicted:
+                on_evicted(file.path)
             excess -= file.size
             count += 1
     return count

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.core.outcomes import TierOutcome
 from kvstrata.errors import TierError, TierUnavailable
+from kvstrata.interfaces import TellsEvictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +45,10 @@ class WrappedStore:
     def remove(self, keys: Sequence[ChunkKey], deadline: Deadline) -> TierOutcome:
         """As the inner store does."""
         return self.inner.remove(keys, deadline)
+
+    def take_evicted(self) -> list[ChunkKey]:
+        """As the inner store does, if it can tell."""
+        return self.inner.take_evicted() if isinstance(self.inner, TellsEvictions) else []
 
     def close(self) -> None:
         """Close the inner store."""

@@ -203,7 +203,7 @@ def test_a_chunk_described_late_is_announced_then() -> None:
     tracker.check_invariants()
 
 
-def test_the_description_goes_with_the_last_residency() -> None:
+def test_the_description_outlives_the_last_residency_until_it_is_forgotten() -> None:
     tracker, request = OffloadingEventsTracker(), ARequest()
     key = request.describe(tracker, FULL, 0)
     tracker.stored(key, "host")
@@ -212,6 +212,11 @@ def test_the_description_goes_with_the_last_residency() -> None:
     for tier in ("host", "disk"):
         tracker.removed(key, tier)
         assert len(tracker.take_events()) == 1
+    tracker.stored(key, "host")  # it was on its way back
+    assert len(tracker.take_events()) == 1
+    tracker.removed(key, "host")
+    tracker.take_events()
+    tracker.forget([key])
     tracker.stored(key, "host")
 
     assert tracker.take_events() == []
