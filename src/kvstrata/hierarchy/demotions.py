@@ -48,6 +48,10 @@ class Demotions:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def is_writing(self, tier: LowerTier, key: ChunkKey) -> bool:
+        """Whether a chunk is on its way into a tier."""
+        return (tier.name, key) in self._writing
+
     def start(self, tier: LowerTier, labels: Sequence[ChunkLabel]) -> None:
         """Write those chunks to a tier that are READY, that it lacks, and that it takes now."""
         by_key = {label.key: label for label in labels}

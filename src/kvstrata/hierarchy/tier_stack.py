@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata.core.lookups import ChunkLookup, LookupCodes, to_codes
+from kvstrata.core.outcomes import Deadline
 from kvstrata.errors import ChunkCorrupt
 from kvstrata.hierarchy.demotions import Demotions
 from kvstrata.hierarchy.known_chunks import Presence
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
     from kvstrata.core.chunk_label import ChunkLabel
     from kvstrata.core.ids import ChunkKey
-    from kvstrata.core.outcomes import Deadline
     from kvstrata.hierarchy.lower_tier import Fault, LowerTier
     from kvstrata.hierarchy.ranks import TierReport
     from kvstrata.tiers.host_memory import HostMemoryIndex
 
+_CHECK_S: Final = 10.0
+"""How long a question may take that nobody waits for."""
 _MOST_REPORTED: Final = 100_000
 """Corrupt chunks remembered as reported; then all are forgotten."""
 
@@ -82,9 +84,12 @@ class TierStack:
     ) -> None:
         self.host = host
         self._tiers = tuple(tiers)
+        self._clock = clock
         self._promotions = Promotions(host, self._tiers, clock)
         self._demotions = Demotions(host, clock, write_s)
         self._num_asking = 0
+        self._doubtful: set[tuple[str, ChunkKey]] = set()
+        """Chunks that may or may not be in a lower tier; it is asked when it has settled."""
         self._reported: set[tuple[str, bytes]] = set()
 
     @property
@@ -139,6 +144,8 @@ class TierStack:
             for report in tier.ranks.take_reports():
                 if not report.released:
                     faults.extend(f for f in tier.judge(report) if self._is_news(f))
+                # What a late call has done in the end, nobody has said.
+                self._doubtful.update((tier.name, key) for key in report.released)
                 gone.extend((tier.name, key) for key in _not_there(report))
                 if report.verb is Verb.FIND:
                     self._answered(tier, report)
@@ -151,6 +158,7 @@ class TierStack:
                 if sizes:
                     total = sum(sizes.values())
                     moved.append(Moved(tier.name, report.verb, total, report.seconds))
+            self._ask_if_settled(tier)
         return Changes(
             tuple(arrived),
             self._promotions.take_lost(),
@@ -162,18 +170,16 @@ class TierStack:
             tuple(gone),
         )
 
-    def evicted_below(self, tier: int, keys: Sequence[ChunkKey]) -> str:
-        """A lower tier let go of chunks by itself; its name."""
-        self._tiers[tier].known.missed(keys)
-        return self._tiers[tier].name
+    def evicted_below(self, index: int, keys: Sequence[ChunkKey]) -> str:
+        """A lower tier let go of chunks by itself; its name.
 
-    def check(self, tier_name: str, keys: Sequence[ChunkKey], deadline: Deadline) -> None:
-        """Ask a lower tier about chunks, whatever is known about them. Returns at once."""
-        for tier in self._tiers:
-            if tier.name == tier_name:
-                tier.known.asked(keys)
-                tier.find(keys, deadline)
-                self._num_asking += 1
+        Of one that is being written, or was just written, nobody knows which came first.
+        """
+        tier = self._tiers[index]
+        is_doubtful = {key: self._demotions.is_writing(tier, key) or tier.has(key) for key in keys}
+        self._doubtful.update((tier.name, key) for key in keys if is_doubtful[key])
+        tier.known.missed(keys)
+        return tier.name
 
     def tiers_with(self, key: ChunkKey) -> tuple[str, ...]:
         """The lower tiers that are known to have a chunk."""
@@ -188,6 +194,21 @@ class TierStack:
         """Assert that what is under way and what host memory holds agree."""
         self.host.check_invariants()
         assert self.host.num_arriving >= len(self._promotions)
+
+    def _ask_if_settled(self, tier: LowerTier) -> None:
+        """Ask a tier about chunks that are in doubt, once nothing writes them any more."""
+        settled = [
+            key
+            for name, key in self._doubtful
+            if name == tier.name and not self._demotions.is_writing(tier, key)
+        ]
+        if len(self._doubtful) > _MOST_REPORTED:  # of a tier that is broken for long
+            self._doubtful.clear()
+        if settled and tier.breaker.allows():
+            self._doubtful -= {(tier.name, key) for key in settled}
+            tier.known.asked(settled)
+            tier.find(settled, Deadline(self._clock() + _CHECK_S))
+            self._num_asking += 1
 
     def _answered(self, tier: LowerTier, report: TierReport) -> None:
         if report.released:  # a question came back late: it was counted when time ran out

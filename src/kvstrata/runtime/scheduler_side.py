@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Final
 from kvstrata.config.schema import tier_name
 from kvstrata.core.ids import ChunkKey
 from kvstrata.core.lookups import ChunkLookup
-from kvstrata.core.outcomes import Deadline
 from kvstrata.runtime.lazy_stores import LazyStores
 from kvstrata.runtime.loading import Loading
 from kvstrata.runtime.messages import CopyJobMessage, StepMessage, decode_report, encode
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     from kvstrata.config.schema import Config
     from kvstrata.core.chunk_grid import ChunkGeometry
-    from kvstrata.hierarchy.tier_stack import Changes, TierStack
+    from kvstrata.hierarchy.tier_stack import TierStack
     from kvstrata.planning.request_ledger import RequestLedger
     from kvstrata.runtime.explanations import Explanation
     from kvstrata.runtime.message_channel import MessageChannel, Outbox
@@ -61,8 +60,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CHECK_S: Final = 10.0
-"""How long a question about a chunk may take that nobody waits for."""
 MOST_PREFETCHED: Final = 8
 """Waiting requests whose chunks are brought up before the engine asks."""
 
@@ -372,22 +369,14 @@ class SchedulerSide:
         """Take in what the tiers below have reported."""
         changes = self._stack.poll()
         self._recorder.tiers_changed(changes)
-        self._take_evicted(changes)
+        self._take_evicted()
         if changes.lost:
             for request in self._requests.values():
                 request.lose(changes.lost)
 
-    def _take_evicted(self, changes: Changes) -> None:
-        """Tiers let go of chunks by themselves.
-
-        Of a chunk that was written or found meanwhile nobody knows which came first: ask again.
-        """
+    def _take_evicted(self) -> None:
+        """Tiers let go of chunks by themselves."""
         evicted, self._evicted = self._evicted, []
-        doubtful = {*changes.written, *changes.found}
         for tier, pairs in itertools.groupby(sorted(evicted), key=itemgetter(0)):
             keys = [key for _, key in pairs]
-            name = self._stack.evicted_below(tier, keys)
-            self._recorder.evicted_below(name, keys)
-            again = [key for key in keys if (name, key) in doubtful]
-            if again:
-                self._stack.check(name, again, Deadline(self._clock() + _CHECK_S))
+            self._recorder.evicted_below(self._stack.evicted_below(tier, keys), keys)
