@@ -90,6 +90,8 @@ class TierStack:
         self._num_asking = 0
         self._doubtful: set[tuple[str, ChunkKey]] = set()
         """Chunks that may or may not be in a lower tier; it is asked when it has settled."""
+        self._checking: set[tuple[str, ChunkKey]] = set()
+        """Those of them that a question is under way about."""
         self._reported: set[tuple[str, bytes]] = set()
 
     @property
@@ -181,6 +183,15 @@ class TierStack:
         tier.known.missed(keys)
         return tier.name
 
+    def is_in_doubt(self, key: ChunkKey) -> bool:
+        """Whether a chunk may turn out to be in a lower tier."""
+        return any(
+            (tier.name, key) in self._doubtful
+            or (tier.name, key) in self._checking
+            or self._demotions.is_writing(tier, key)
+            for tier in self._tiers
+        )
+
     def tiers_with(self, key: ChunkKey) -> tuple[str, ...]:
         """The lower tiers that are known to have a chunk."""
         return tuple(tier.name for tier in self._tiers if tier.has(key))
@@ -206,6 +217,7 @@ class TierStack:
             self._doubtful.clear()
         if settled and tier.breaker.allows():
             self._doubtful -= {(tier.name, key) for key in settled}
+            self._checking |= {(tier.name, key) for key in settled}
             tier.known.asked(settled)
             tier.find(settled, Deadline(self._clock() + _CHECK_S))
             self._num_asking += 1
@@ -214,6 +226,10 @@ class TierStack:
         if report.released:  # a question came back late: it was counted when time ran out
             return
         self._num_asking -= 1
+        still = {(tier.name, key) for key in report.outcome.failed} & self._checking
+        answered = {(tier.name, key) for key in (*report.outcome.done, *report.outcome.absent)}
+        self._checking -= answered | still
+        self._doubtful |= still
         tier.known.found(report.outcome.done)
         tier.known.missed(report.outcome.absent)
         tier.known.unanswered(report.outcome.failed)

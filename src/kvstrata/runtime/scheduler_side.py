@@ -356,8 +356,11 @@ class SchedulerSide:
             return
         keys = list(ledger.grid.all_keys())
         codes = self._stack.host.lookup(keys)
-        pairs = zip(keys, codes, strict=True)  # others may be bringing some of them right now
-        self._recorder.tracker.forget(k for k, code in pairs if code != ChunkLookup.ARRIVING)
+        self._recorder.tracker.forget(
+            key
+            for key, code in zip(keys, codes, strict=True)
+            if code != ChunkLookup.ARRIVING and not self._stack.is_in_doubt(key)
+        )
 
     def _load_ended(self, request_id: str, *, is_done: bool) -> None:
         ended = self._ended_loads

@@ -71,19 +71,32 @@ class CacheViews:
         storages = {
             t.untyped_storage().data_ptr(): _bytes_of(t) for ts in tensors.values() for t in ts
         }
-        self._matrices = [_matrix(storages[m.storage], m) for m in self.canonical.matrices]
+        matrices = [_matrix(storages[m.storage], m) for m in self.canonical.matrices]
+        self._pieces = [
+            [matrices[p.matrix][:, p.start : p.start + p.length] for p in pages.pieces]
+            for pages in self.canonical.groups
+        ]
+        """The pieces of each group, one row of bytes for each of its rows."""
+        self._device = matrices[0].device
 
     def gather(self, group_id: GroupId, rows: Sequence[int]) -> torch.Tensor:
         """Copy rows of a group out, as one payload on the caches' device."""
-        pages = self.canonical.groups[group_id]
+        num_bytes = self.canonical.groups[group_id].row_bytes * len(rows)
+        payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self.gather_into(payload, group_id, rows)
+        return payload
+
+    def gather_into(self, payload: torch.Tensor, group_id: GroupId, rows: Sequence[int]) -> None:
+        """Copy rows of a group into a payload of their size, on the caches' device.
+
+        One operation for each piece: every one more is a turn at the interpreter's lock that an
+        engine in the same process waits for.
+        """
         index = self._index(rows)
-        pieces = [
-            self._matrices[piece.matrix][:, piece.start : piece.start + piece.length]
-            .index_select(0, index)
-            .flatten()
-            for piece in pages.pieces
-        ]
-        return torch.cat(pieces)
+        pieces = self._pieces[group_id]
+        parts = payload.split([piece.shape[1] * len(rows) for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            torch.index_select(piece, 0, index, out=part.view(len(rows), -1))
 
     def scatter(
         self, group_id: GroupId, rows: Sequence[int], payload: torch.Tensor, *, first_row: int = 0
@@ -107,14 +120,14 @@ class CacheViews:
                 f"[{first_row}, {first_row + len(rows)}) of {pages.row_bytes} bytes"
             )
         index = self._index(rows)
-        parts = torch.split(payload, [piece.length * num_rows for piece in pages.pieces])
-        for piece, part in zip(pages.pieces, parts, strict=True):
-            columns = self._matrices[piece.matrix][:, piece.start : piece.start + piece.length]
-            source = part.view(num_rows, piece.length)[first_row : first_row + len(rows)]
-            columns.index_copy_(0, index, source)
+        pieces = self._pieces[group_id]
+        parts = payload.split([piece.shape[1] * num_rows for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            source = part.view(num_rows, -1)[first_row : first_row + len(rows)]
+            piece.index_copy_(0, index, source)
 
     def _index(self, rows: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(rows, dtype=torch.long, device=self._matrices[0].device)
+        return torch.tensor(rows, dtype=torch.long, device=self._device)
 
 
 def _as_list(cache: LayerCache) -> list[torch.Tensor]:

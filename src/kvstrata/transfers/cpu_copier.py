@@ -32,8 +32,11 @@ class CpuCopier:
 
     def store(self, copy: ChunkCopy) -> None:
         """From the caches into the arena."""
-        payload = self._views.gather(copy.group_id, copy.rows)
         parts = self._parts(copy)
+        if len(parts) == 1:
+            self._views.gather_into(parts[0], copy.group_id, copy.rows)
+            return
+        payload = self._views.gather(copy.group_id, copy.rows)
         for part, source in zip(parts, payload.split([p.numel() for p in parts]), strict=True):
             part.copy_(source)
 

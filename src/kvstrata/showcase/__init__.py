@@ -1,0 +1,1 @@
+"""The embedded engine with its cache thrown away and restored, measured: what `demo` shows."""
