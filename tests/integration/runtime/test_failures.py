@@ -544,7 +544,7 @@ class TestLateReports:
 
             def report(reports: Sequence[bytes]) -> EndedLoads:
                 read = decode_report(reports[0])
-                both = RankReport((stray, *read.tier_reports), read.copy_reports, read.namespace)
+                both = RankReport((stray, *read.tier_reports), read.copy_reports)
                 return really([encode(both)])
 
             bed.side.report = report  # type: ignore[method-assign]

@@ -32,9 +32,10 @@ class Parity:
 
         self.folder = folder / arch
         make_tiny(arch, self.folder, **changes)
-        self.reference, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32, output_loading_info=True
         )
+        self.reference, info = loaded
         assert not info["missing_keys"], info
         assert not info["unexpected_keys"], info
         self.reference.eval()
