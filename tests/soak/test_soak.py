@@ -156,8 +156,8 @@ class Soak:
     def _check_index(self) -> None:
         """The consumer knows exactly what rests in host memory and on disk."""
         assert self.consumer.is_exact or not self.num_batches
-        self._wait_for_the_janitor()
-        for tier, true_keys in (("host", self.side.host_keys()), ("faulty", self._disk_keys())):
+        on_disk = self._settled_disk_keys()
+        for tier, true_keys in (("host", self.side.host_keys()), ("faulty", on_disk)):
             tracked = self.side.tracker.residencies(tier)
             assert tracked == true_keys, (
                 f"{tier}: {len(tracked - true_keys)} are not there, {len(true_keys - tracked)} are"
@@ -172,13 +172,14 @@ class Soak:
             if not true_keys:
                 assert not announced, tier
 
-    def _wait_for_the_janitor(self) -> None:
-        """It deletes files on its own time, and says so in the next report."""
+    def _settled_disk_keys(self) -> frozenset[ChunkKey]:
+        """What is on disk; the janitor deletes on its own time, and says so in the next report."""
         end = time.monotonic() + 5
-        while time.monotonic() < end:
+        while True:
             self._step()
-            if self.side.tracker.residencies("faulty") == self._disk_keys():
-                return
+            found = self._disk_keys()
+            if self.side.tracker.residencies("faulty") == found or time.monotonic() > end:
+                return found
 
     def _disk_keys(self) -> frozenset[ChunkKey]:
         names = (path.name for path in self.store.glob("namespaces/*/*/*"))
