@@ -31,7 +31,7 @@ from kvstrata.tiers.registry import open_store
 from kvstrata.tiers.unavailable import UnavailableStore
 from kvstrata.transfers.cache_views import CacheViews
 from kvstrata.transfers.copy_queue import CopyQueue
-from kvstrata.transfers.cpu_copier import CpuCopier
+from kvstrata.transfers.plain_copier import PlainCopier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ def _open_memory(
             opened.callback(tiers[-1].close)
         arena = HostArena(config.host.capacity)
         arena.pin()
-        copies = CopyQueue(CpuCopier(views, arena))
+        copies = CopyQueue(PlainCopier(views, arena))
         opened.pop_all()
     return RankMemory(arena, copies, tiers, namespace.fingerprint)
 

@@ -9,6 +9,7 @@ Ownership: the rank's thread calls everything here; threads own what their queue
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -59,10 +60,12 @@ class RankMemory:
         self.namespace = namespace
 
     def close(self) -> None:
-        """Stop all threads; a hung medium keeps the arena."""
+        """Stop all threads and give the arena back; a hung medium keeps its memory."""
         self.copies.close()
         for tier in self.tiers:
             tier.close()
+        with contextlib.suppress(BufferError):
+            self.arena.close()
 
 
 class WorkerSide:

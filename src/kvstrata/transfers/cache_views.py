@@ -77,12 +77,12 @@ class CacheViews:
             for pages in self.canonical.groups
         ]
         """The pieces of each group, one row of bytes for each of its rows."""
-        self._device = matrices[0].device
+        self.device = matrices[0].device
 
     def gather(self, group_id: GroupId, rows: Sequence[int]) -> torch.Tensor:
         """Copy rows of a group out, as one payload on the caches' device."""
         num_bytes = self.canonical.groups[group_id].row_bytes * len(rows)
-        payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self.gather_into(payload, group_id, rows)
         return payload
 
@@ -127,7 +127,7 @@ class CacheViews:
             piece.index_copy_(0, index, source)
 
     def _index(self, rows: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(rows, dtype=torch.long, device=self._device)
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
 
 
 def _as_list(cache: LayerCache) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from kvstrata.testing.faults import flip_payload_bit
 from kvstrata.tiers import registry
 from kvstrata.tiers.chunk_format import parse_header
 from kvstrata.tiers.wrapping import FailingStore, WrappedStore
-from kvstrata.transfers.cpu_copier import CpuCopier
+from kvstrata.transfers.plain_copier import PlainCopier
 
 from .support import GREEDY, Bed, expected_of, tokens_of
 
@@ -122,9 +122,9 @@ def gates(wrap: Wrap) -> Iterator[dict[str, Gate]]:
 
 
 def _gated(
-    really: Callable[[CpuCopier, ChunkCopy], None], gate: Gate
-) -> Callable[[CpuCopier, ChunkCopy], None]:
-    def copied(self: CpuCopier, copy: ChunkCopy) -> None:
+    really: Callable[[PlainCopier, ChunkCopy], None], gate: Gate
+) -> Callable[[PlainCopier, ChunkCopy], None]:
+    def copied(self: PlainCopier, copy: ChunkCopy) -> None:
         gate.pass_through()
         really(self, copy)
 
@@ -136,9 +136,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Gate]]:
     """Gates before every copy between device and arena, by direction."""
     gates = {direction: Gate() for direction in ("load", "store")}
     for direction, gate in gates.items():
-        really = getattr(CpuCopier, direction)
+        really = getattr(PlainCopier, direction)
 
-        monkeypatch.setattr(CpuCopier, direction, _gated(really, gate))
+        monkeypatch.setattr(PlainCopier, direction, _gated(really, gate))
     yield gates
     for gate in gates.values():
         gate.open()
@@ -310,14 +310,14 @@ class TestPartialResultsAreUsed:
 def break_copies(
     monkeypatch: pytest.MonkeyPatch, direction: str, is_broken: Callable[[ChunkCopy], bool]
 ) -> None:
-    really = getattr(CpuCopier, direction)
+    really = getattr(PlainCopier, direction)
 
-    def copied(self: CpuCopier, copy: ChunkCopy) -> None:
+    def copied(self: PlainCopier, copy: ChunkCopy) -> None:
         if is_broken(copy):
             raise RuntimeError("the device is lost")
         really(self, copy)
 
-    monkeypatch.setattr(CpuCopier, direction, copied)
+    monkeypatch.setattr(PlainCopier, direction, copied)
 
 
 class TestCopiesThatFail:

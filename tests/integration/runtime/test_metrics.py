@@ -11,7 +11,7 @@ import pytest
 from kvstrata.engine import EngineOptions, SamplingParams
 from kvstrata.telemetry import metrics
 from kvstrata.telemetry.metrics import METRICS
-from kvstrata.transfers.cpu_copier import CpuCopier
+from kvstrata.transfers.plain_copier import PlainCopier
 
 from .support import Bed, tokens_of
 
@@ -85,15 +85,15 @@ def test_tokens_by_source_add_up(
 ) -> None:
     copied: Counter[tuple[str, str]] = Counter()
     for direction in ("load", "store"):
-        really = getattr(CpuCopier, direction)
+        really = getattr(PlainCopier, direction)
 
         def counted(
-            self: CpuCopier, copy: ChunkCopy, really: object = really, direction: str = direction
+            self: PlainCopier, copy: ChunkCopy, really: object = really, direction: str = direction
         ) -> None:
             copied[direction, str(copy.group_id)] += 1
             really(self, copy)  # type: ignore[operator]
 
-        monkeypatch.setattr(CpuCopier, direction, counted)
+        monkeypatch.setattr(PlainCopier, direction, counted)
     options = EngineOptions(num_blocks=1000 if mode == "eager" else NUM_BLOCKS[arch])
     settings = {"host": SMALL_HOST, "store": {"mode": mode}}
     with Bed(model(arch), tier("filesystem"), options=options, **settings) as bed:
@@ -114,14 +114,14 @@ def test_they_do_when_loads_fail_and_requests_are_aborted_and_preempted(
     arch: str, model: Models, tier: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = random.Random(5)  # noqa: S311 - faults
-    really = CpuCopier.load
+    really = PlainCopier.load
 
-    def unreliable(self: CpuCopier, copy: ChunkCopy) -> None:
+    def unreliable(self: PlainCopier, copy: ChunkCopy) -> None:
         if source.random() < 0.1:
             raise RuntimeError("the device is lost")
         really(self, copy)
 
-    monkeypatch.setattr(CpuCopier, "load", unreliable)
+    monkeypatch.setattr(PlainCopier, "load", unreliable)
     options = EngineOptions(num_blocks=NUM_BLOCKS[arch], max_step_tokens=64)
     with Bed(model(arch), tier("filesystem"), options=options, host=SMALL_HOST) as bed:
         work = Workload(bed, seed=2, abort_share=0.03)

@@ -16,7 +16,7 @@ from kvstrata.core.layout import GroupKind
 from kvstrata.showcase import restoring
 from kvstrata.showcase.events import Event, GroupPicture, Mark, PartialHit, Phase, Recomputed, Row
 from kvstrata.showcase.places import Place, Places, Skipped, open_places
-from kvstrata.transfers.cpu_copier import CpuCopier
+from kvstrata.transfers.plain_copier import PlainCopier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,15 +103,15 @@ def test_a_hybrid_model_is_restored_from_memory_and_disk() -> None:
 
 
 def test_a_flipped_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = CpuCopier.load
+    load = PlainCopier.load
 
-    def flip(self: CpuCopier, copy: ChunkCopy) -> None:
+    def flip(self: PlainCopier, copy: ChunkCopy) -> None:
         part = self._parts(copy)[0]
         part[0] ^= 1
         load(self, copy)
         part[0] ^= 1
 
-    monkeypatch.setattr(CpuCopier, "load", flip)
+    monkeypatch.setattr(PlainCopier, "load", flip)
     data = run_json("--models", "llama", "--tiers", "host")
 
     [row] = data["rows"]
@@ -120,7 +120,7 @@ def test_a_flipped_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_restore_that_brings_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuCopier, "load", lambda *_: None)
+    monkeypatch.setattr(PlainCopier, "load", lambda *_: None)
     data = run_json("--models", "llama", "--tiers", "host")
 
     [row] = data["rows"]
