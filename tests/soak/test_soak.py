@@ -51,6 +51,7 @@ class Figures:
     resets: int = 0
     quiet_points: int = 0
     longest_wait_s: float = 0.0
+    longest_step_s: float = 0.0
 
 
 class Soak:
@@ -130,7 +131,10 @@ class Soak:
             self.figures.resets += 1
 
     def _step(self) -> None:
+        start = time.monotonic()
         self.engine.step()
+        took_s = time.monotonic() - start
+        self.figures.longest_step_s = max(self.figures.longest_step_s, took_s)
         events = self.side.take_events()
         if events:
             batch = KVEventBatch(ts=0.0, events=list(events))  # type: ignore[arg-type]
@@ -233,4 +237,5 @@ def test_every_answer_is_right_and_nothing_is_left(
         )
     assert loaded > 0
     assert evicted > 0
-    assert figures.longest_wait_s <= 1.5 * LOAD_DEADLINE_S
+    # Requests are asked about between steps, so the first step after the deadline ends a wait.
+    assert figures.longest_wait_s <= LOAD_DEADLINE_S + 2 * figures.longest_step_s

@@ -14,8 +14,18 @@ if TYPE_CHECKING:
 
 def state_stride(layout: KVLayout) -> int | None:
     """States of all recurrent groups can be kept at multiples of this; None: there are none."""
-    sizes = [g.block_tokens for g in layout.groups if g.kind is GroupKind.RECURRENT]
+    sizes = _state_sizes(layout)
     return math.lcm(*sizes) if sizes else None
+
+
+def state_unit(layout: KVLayout) -> int | None:
+    """States of any recurrent group can be kept at multiples of this only; None: there are none."""
+    sizes = _state_sizes(layout)
+    return math.gcd(*sizes) if sizes else None
+
+
+def _state_sizes(layout: KVLayout) -> list[int]:
+    return [g.block_tokens for g in layout.groups if g.kind is GroupKind.RECURRENT]
 
 
 def next_stop(computed: int, num_tokens: int, budget: int, stride: int | None) -> int:

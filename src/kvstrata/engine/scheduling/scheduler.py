@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.layout import GroupKind
-from kvstrata.engine.scheduling.chunking import next_stop, state_stride
+from kvstrata.engine.scheduling.chunking import next_stop, state_stride, state_unit
 from kvstrata.engine.scheduling.context import EngineContext
 from kvstrata.engine.scheduling.request import FinishReason, Request, RequestState
 from kvstrata.engine.scheduling.request_blocks import RequestBlocks
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstrata.core.layout import KVLayout
     from kvstrata.engine.cache.prefix_cache import LocalHit
     from kvstrata.engine.scheduling.step import StepResult
-    from kvstrata.runtime.seam import EndedLoads, SchedulerConnector
+    from kvstrata.runtime.seam import EndedLoads, OfferedState, SchedulerConnector
 
 MOST_FAILED_LOADS: Final = 3
 """After so many failed loads a request computes its tokens itself."""
@@ -87,6 +87,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self._layout = layout
         self._stride = state_stride(layout)
+        self._state_unit = state_unit(layout)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._loading: dict[str, Request] = {}
@@ -311,10 +312,16 @@ class Scheduler:
         if self._connector is None:
             return None
         running = [
-            RequestProgress(request.request_id, stop, self.blocks.offered_states(request, stop))
+            RequestProgress(request.request_id, stop, self._offered_states(request, stop))
             for request, stop in chosen
         ]
         return self._connector.plan_step(StepProgress(running, self._preempted))
+
+    def _offered_states(self, request: Request, stop: int) -> tuple[OfferedState, ...]:
+        """Most steps end where no group keeps a state."""
+        if self._state_unit is None or stop % self._state_unit:
+            return ()
+        return self.blocks.offered_states(request, stop)
 
     def _check(self, request: Request) -> None:
         """Refuse what could never run."""
