@@ -67,7 +67,7 @@ class Recorder:
 
     def described(self, request: TrackedRequest, refs: Iterable[ChunkRef]) -> None:
         """Chunks of a request are stored or loaded: what they announce is known while it lives."""
-        for group_id, chunk in refs:
+        for group_id, chunk in refs if self.tracker.is_on else ():
             self.tracker.describe(
                 request.grid, group_id, chunk, tokens=request.new.tokens, lora=request.new.lora
             )

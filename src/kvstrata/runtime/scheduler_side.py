@@ -352,7 +352,8 @@ class SchedulerSide:
 
     def _forget_if_settled(self, ledger: RequestLedger) -> None:
         """What an ended request's chunks announce is not needed once its stores have settled."""
-        if not ledger.has_ended or ledger.num_in_flight or self._lazy is not None:
+        is_settled = ledger.has_ended and not ledger.num_in_flight
+        if not is_settled or self._lazy is not None or not self.tracker.is_on:
             return
         keys = list(ledger.grid.all_keys())
         codes = self._stack.host.lookup(keys)

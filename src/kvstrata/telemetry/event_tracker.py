@@ -40,6 +40,9 @@ HOST: Final = "host"
 class EventsTracker(Protocol):
     """Told what happens to chunks. Scheduler thread only, never blocks."""
 
+    is_on: bool
+    """Whether anything is announced; what would only be told may be left out then."""
+
     def describe(
         self,
         grid: ChunkGrid,
@@ -133,6 +136,8 @@ class OffloadingEventsTracker:
         external_hash: how a hash is shown on the wire.
         limits: how much is remembered.
     """
+
+    is_on = True
 
     def __init__(
         self,
@@ -291,6 +296,8 @@ class OffloadingEventsTracker:
 
 class NullTracker:
     """Announces nothing and remembers nothing."""
+
+    is_on = False
 
     def describe(
         self,
