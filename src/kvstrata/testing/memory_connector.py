@@ -269,3 +269,12 @@ class MemoryWorker:
     def _rows(self, copy: BlockCopy) -> range:
         rows = self._rows_per_block[copy.group_id]
         return range(copy.block_id * rows, (copy.block_id + 1) * rows)
+
+
+class UnwillingWorker(MemoryWorker):
+    """A worker half that cannot start on the second rank."""
+
+    def __init__(self, rank: int = 0) -> None:
+        if rank == 1:
+            raise OSError("no memory")
+        super().__init__(rank)

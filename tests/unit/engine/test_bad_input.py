@@ -25,7 +25,7 @@ from kvstrata.errors import (
     ModelError,
     RequestError,
 )
-from kvstrata.testing.memory_connector import MemoryScheduler, MemoryWorker
+from kvstrata.testing.memory_connector import MemoryScheduler, MemoryWorker, UnwillingWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -302,15 +302,6 @@ class BrokenWorker(MemoryWorker):
 
     def start_step(self, message: bytes) -> None:  # noqa: ARG002 - it fails before
         raise OSError("no space")
-
-
-class UnwillingWorker(MemoryWorker):
-    """Cannot be made on the second rank."""
-
-    def __init__(self, rank: int = 0) -> None:
-        if rank:
-            raise OSError("no memory")
-        super().__init__(rank)
 
 
 def test_a_worker_half_that_fails_ends_the_engine(sound: Path) -> None:
