@@ -30,7 +30,7 @@ from kvstrata.planning.chunk_sizes import cut_into_chunks
 from kvstrata.policies.registry import make_policy
 from kvstrata.runtime.message_channel import Outbox
 from kvstrata.runtime.messages import CopyReportMessage, RankReport, decode_step, encode
-from kvstrata.runtime.scheduler_side import SchedulerSide, Wiring
+from kvstrata.runtime.scheduler_side import Announcing, SchedulerSide, Wiring
 from kvstrata.runtime.seam import NewRequest, OfferedState, RequestProgress, StepProgress
 from kvstrata.showcase import models as showcase
 from kvstrata.telemetry.event_tracker import make_tracker
@@ -85,7 +85,8 @@ class FakeEngine:
         host = HostMemoryIndex(config.host.capacity, policy)
         stack = TierStack(host, (), time.monotonic)
         wiring = Wiring(stack, Outbox(time.monotonic), (), 1)
-        self.side = SchedulerSide(config, geometry, wiring, make_tracker(config), time.monotonic)
+        announcing = Announcing(make_tracker(config))
+        self.side = SchedulerSide(config, geometry, wiring, announcing, time.monotonic)
         self.side.bind_scheduler_context(self)
         self.requests: dict[str, FakeRequest] = {}
         self._geometry = geometry

@@ -22,9 +22,10 @@ from kvstrata.planning.chunk_sizes import cut_into_chunks
 from kvstrata.planning.reach import require_reach
 from kvstrata.policies.registry import make_policy
 from kvstrata.runtime.message_channel import MessageChannel, Outbox
-from kvstrata.runtime.scheduler_side import SchedulerSide, Wiring
+from kvstrata.runtime.scheduler_side import Announcing, SchedulerSide, Wiring
 from kvstrata.runtime.worker_side import RankMemory, WorkerSide
 from kvstrata.telemetry.event_tracker import make_tracker
+from kvstrata.telemetry.opening import open_publisher
 from kvstrata.tiers.host_arena import HostArena
 from kvstrata.tiers.host_memory import HostMemoryIndex
 from kvstrata.tiers.registry import open_store
@@ -88,7 +89,8 @@ def make_scheduler_side(
     host = HostMemoryIndex(config.host.capacity, policy)
     stack = TierStack(host, tiers, clock)
     wiring = Wiring(stack, outbox, channels, num_ranks)
-    return SchedulerSide(config, geometry, wiring, make_tracker(config), clock)
+    announcing = Announcing(make_tracker(config), open_publisher(config.events))
+    return SchedulerSide(config, geometry, wiring, announcing, clock)
 
 
 def make_worker_side(config: Config, identity: ModelIdentity, rank: int) -> WorkerSide:

@@ -26,6 +26,8 @@ from kvstrata.runtime.multi_messages import MultiMessage, MultiReport
 from kvstrata.runtime.multi_worker import MultiWorker, check_names
 from kvstrata.runtime.preemption import preempted_ids
 from kvstrata.runtime.seam import EndedLoads
+from kvstrata.telemetry import metrics
+from kvstrata.telemetry.metrics import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         SchedulerContext,
         StepProgress,
     )
+    from kvstrata.telemetry.metrics import Sample
 
 __all__ = ["Child", "ChildStats", "MultiScheduler", "MultiWorker", "preempted_ids"]
 
@@ -164,6 +167,17 @@ class MultiScheduler:
         """Close every child."""
         for child in self._children:
             child.close()
+
+    def samples(self) -> list[Sample]:
+        """The children's counts, as metrics."""
+        counters = Counters()
+        for name, stats in self.stats().items():
+            counters.set(metrics.CHILD_QUERIES, stats.queries, name)
+            counters.set(metrics.CHILD_HITS, stats.hits, name)
+            counters.set(metrics.CHILD_HIT_TOKENS, stats.hit_tokens, name)
+            counters.set(metrics.CHILD_MISSES, stats.misses, name)
+            counters.set(metrics.CHILD_PENDING, stats.pending_loads, name)
+        return counters.snapshot()
 
     def stats(self) -> dict[str, ChildStats]:
         """What every child has done, by name. Changes nothing."""

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         StepProgress,
     )
     from kvstrata.runtime.store_jobs import StoreSource
+    from kvstrata.telemetry.event_publisher import EventPublisher
     from kvstrata.telemetry.event_tracker import EventsTracker
     from kvstrata.telemetry.metrics import Sample
     from kvstrata.transfers.copy_queue import CopyJob, CopyReport
@@ -75,6 +76,15 @@ class Wiring:
     num_ranks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Announcing:
+    """What is said about chunks, and where."""
+
+    tracker: EventsTracker
+    publisher: EventPublisher | None = None
+    """None: the engine takes the events and publishes them."""
+
+
 def _no_match() -> Match | None:
     return Match(0)
 
@@ -90,7 +100,7 @@ class SchedulerSide:
         config: the user's settings.
         geometry: the engine's chunks.
         wiring: the tiers, and the way to the ranks.
-        tracker: announces chunks.
+        announcing: what is said about chunks, and where.
         clock: monotonic seconds.
     """
 
@@ -99,7 +109,7 @@ class SchedulerSide:
         config: Config,
         geometry: ChunkGeometry,
         wiring: Wiring,
-        tracker: EventsTracker,
+        announcing: Announcing,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -110,7 +120,8 @@ class SchedulerSide:
         self._requests: dict[str, TrackedRequest] = {}
         self._speeds = MeasuredSpeeds(clock)
         names = [tier_name(tier) for tier in config.tiers]
-        self._recorder = Recorder(tracker, names, self._stack.tiers_with, clock)
+        self._recorder = Recorder(announcing.tracker, names, self._stack.tiers_with, clock)
+        self._publisher = announcing.publisher
         self._loading = Loading(
             config.load, self._stack, clock, self._speeds, self._recorder.described
         )
@@ -180,6 +191,7 @@ class SchedulerSide:
         for rank, data in enumerate(reports):
             self._take(rank, data)
         self._poll()
+        self._publish()
         ended, self._ended_loads = self._ended_loads, EndedLoads()
         return ended
 
@@ -201,8 +213,8 @@ class SchedulerSide:
 
     @shielded(_no_events)
     def take_events(self) -> Sequence[object]:
-        """Hand over what has happened to chunks since the last call."""
-        return self._recorder.tracker.take_events()
+        """Hand over what has happened to chunks since the last call, if nobody publishes it."""
+        return () if self._publisher else self.tracker.take_events()
 
     def stats(self) -> list[Sample]:
         """Every metric as it is now."""
@@ -239,6 +251,8 @@ class SchedulerSide:
     def close(self) -> None:
         """Let go of the tiers. Does nothing on successive calls."""
         self._stack.close()
+        if self._publisher:
+            self._publisher.close()
 
     def check_invariants(self) -> None:
         """What is true between two steps."""
@@ -377,6 +391,11 @@ class SchedulerSide:
         if changes.lost:
             for request in self._requests.values():
                 request.lose(changes.lost)
+
+    @shielded(lambda: None)
+    def _publish(self) -> None:
+        if self._publisher:
+            self._publisher.publish(self.tracker.take_events())
 
     def _take_evicted(self) -> None:
         """Tiers let go of chunks by themselves."""
