@@ -35,8 +35,8 @@ class RMSNorm(nn.Module):
         """Normalise the last axis."""
         wide = rms_norm(x.float(), x.shape[-1:], eps=self._eps)
         if self._offset:
-            return (wide * (self._offset + self.weight.float())).to(x.dtype)
-        return self.weight * wide.to(x.dtype)
+            return wide.mul_(self._offset + self.weight.float()).to(x.dtype)
+        return wide.to(x.dtype).mul_(self.weight)
 
 
 class GatedMLP(nn.Module):
@@ -67,6 +67,6 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output, equal on every rank."""
-        gated: torch.Tensor = self._activation(self.gate_proj(x)) * self.up_proj(x)
+        gated = self._activation(self.gate_proj(x)).mul_(self.up_proj(x))
         down: torch.Tensor = self.down_proj(gated)
         return down

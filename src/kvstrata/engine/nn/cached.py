@@ -66,7 +66,7 @@ class PagedAttention(CachedLayer):
             outputs.append(
                 self._attend(query[run.tokens].unflatten(0, shape), keys, values, visible.mask)
             )
-        return torch.cat(outputs)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _gather(self, visible: AttentionRun) -> tuple[torch.Tensor, torch.Tensor]:
         """The visible keys and values: (sequences, keys, heads, head_dim) each."""
