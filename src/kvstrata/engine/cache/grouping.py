@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.layout import GroupKind, KVGroup, KVLayer, KVLayout, ParallelLayout
-from kvstrata.core.spans import ceil_div, ceil_to
+from kvstrata.core.spans import ceil_to
 from kvstrata.engine.cache.specs import StateSpec
 from kvstrata.errors import LayoutError
 
@@ -146,9 +146,3 @@ def _group(
 def blocks_for_bytes(plan: CachePlan, capacity_bytes: int) -> int:
     """Blocks that fit into this much memory on one rank."""
     return capacity_bytes // (plan.page_bytes * plan.num_storages)
-
-
-def bytes_for_tokens(plan: CachePlan, num_tokens: int) -> int:
-    """Memory that one request of this length takes at most, on one rank."""
-    blocks = sum(ceil_div(num_tokens, group.block_tokens) for group in plan.layout.groups)
-    return blocks * plan.page_bytes * plan.num_storages
