@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 IS_FULL = os.environ.get("KVSTRATA_SOAK") == "full"
 SECONDS = 600 / 6 if IS_FULL else 60
-MOST_ROUNDS = 1_000_000 if IS_FULL else 10
+MOST_ROUNDS = 1_000_000 if IS_FULL else 16
 NUM_BLOCKS = {"lfm2": 120, "gemma3": 220, "qwen3_next": 80}
-HOST = {"lfm2": "256KiB", "gemma3": "1MiB", "qwen3_next": "512KiB"}
-QUOTA = {"lfm2": "600KiB", "gemma3": "3MiB", "qwen3_next": "1500KiB"}
+HOST = {"lfm2": "512KiB", "gemma3": "1MiB", "qwen3_next": "512KiB"}
+QUOTA = {"lfm2": "1500KiB", "gemma3": "3MiB", "qwen3_next": "1500KiB"}
 MAX_ANSWER = 24
 LOAD_DEADLINE_S = 1.0
 
