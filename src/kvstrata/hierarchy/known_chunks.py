@@ -64,8 +64,10 @@ class KnownChunks:
         return Presence.ASKED if key in self._asked else Presence.UNKNOWN
 
     def asked(self, keys: Iterable[ChunkKey]) -> None:
-        """A question about these is under way."""
-        self._asked.update(keys)
+        """A question about these is under way; what was known before does not count any more."""
+        for key in keys:
+            self._asked.add(key)
+            self._facts.pop(key, None)
 
     def unanswered(self, keys: Iterable[ChunkKey]) -> None:
         """A question about these failed: nothing is known."""

@@ -146,9 +146,12 @@ class TierStack:
             for report in tier.ranks.take_reports():
                 if not report.released:
                     faults.extend(f for f in tier.judge(report) if self._is_news(f))
-                # What a late call has done in the end, nobody has said.
-                self._doubtful.update((tier.name, key) for key in report.released)
-                gone.extend((tier.name, key) for key in _not_there(report))
+                if report.verb is Verb.WRITE:  # what a late one has done, nobody has said
+                    self._doubtful.update((tier.name, key) for key in report.released)
+                missing = _not_there(report)
+                outrun = self._outrun(tier, report)
+                self._doubtful.update((tier.name, key) for key in outrun)
+                gone.extend((tier.name, key) for key in missing - outrun)
                 if report.verb is Verb.FIND:
                     self._answered(tier, report)
                     found.extend((tier.name, key) for key in report.outcome.done)
@@ -231,8 +234,15 @@ class TierStack:
         self._checking -= answered | still
         self._doubtful |= still
         tier.known.found(report.outcome.done)
-        tier.known.missed(report.outcome.absent)
+        tier.known.missed(report.outcome.absent - self._outrun(tier, report))
         tier.known.unanswered(report.outcome.failed)
+
+    @staticmethod
+    def _outrun(tier: LowerTier, report: TierReport) -> set[ChunkKey]:
+        """Chunks that a question did not find, and that were written while it was under way."""
+        if report.verb is not Verb.FIND:
+            return set()
+        return {key for key in report.outcome.absent if tier.has(key)}
 
     def _is_news(self, fault: Fault) -> bool:
         if not isinstance(fault.error, ChunkCorrupt):

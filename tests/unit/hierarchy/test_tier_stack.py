@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -24,10 +25,11 @@ from kvstrata.testing.memory_store import MemoryStore, Shelf
 from kvstrata.tiers.host_arena import HostArena
 from kvstrata.tiers.host_memory import HostMemoryIndex
 from kvstrata.tiers.room import PAGE_BYTES
-from kvstrata.tiers.wrapping import CountingStore, DelayedStore, FailingStore
+from kvstrata.tiers.wrapping import CountingStore, DelayedStore, FailingStore, WrappedStore
 
 if TYPE_CHECKING:
     from kvstrata.core.ids import ChunkKey
+    from kvstrata.core.outcomes import Deadline, TierOutcome
 
 RANKS = 2
 PAGES = 40
@@ -43,8 +45,13 @@ class Bench:
     """A stack with its arenas and stores within reach."""
 
     def __init__(
-        self, *wraps: tuple[str, Wrap], pages: int = PAGES, rules: BreakerRules | None = None
+        self,
+        *wraps: tuple[str, Wrap],
+        pages: int = PAGES,
+        rules: BreakerRules | None = None,
+        num_threads: int = 2,
     ) -> None:
+        self.num_threads = num_threads
         self.arenas = [HostArena(pages * PAGE_BYTES) for _ in range(RANKS)]
         self.host = HostMemoryIndex(pages * PAGE_BYTES, LruPolicy(pages * PAGE_BYTES))
         self.shelves: dict[str, Shelf] = {}
@@ -56,7 +63,7 @@ class Bench:
         shelf = self.shelves.setdefault(name, {})
         stores = [wrap(MemoryStore(Rank(index, RANKS), shelf)) for index in range(RANKS)]
         self.stores[name] = stores
-        ios = [TierIO(name, store, num_threads=2) for store in stores]
+        ios = [TierIO(name, store, num_threads=self.num_threads) for store in stores]
         return LowerTier(
             name,
             RankedTier(
@@ -419,3 +426,34 @@ def test_a_hung_tier_keeps_only_what_it_has_in_its_hands(make: Callable[..., Ben
     held = PAGES * PAGE_BYTES - bench.host.free_bytes
     assert 0 < held <= 4 * 2 * PAGE_BYTES, "two threads on each of two ranks, two pages a chunk"
     bench.poll_until(lambda _: bench.host.free_bytes == PAGES * PAGE_BYTES)
+
+
+class LateAnswers(WrappedStore):
+    """Looks at once, but says what it saw only when it is let go."""
+
+    may_answer = threading.Event()
+
+    def find(self, keys: Sequence[ChunkKey], deadline: Deadline) -> TierOutcome:
+        outcome = super().find(keys, deadline)
+        self.may_answer.wait(10)
+        return outcome
+
+
+def test_an_answer_that_a_write_has_outrun_is_not_believed(make: Callable[..., Bench]) -> None:
+    bench = make(("disk", LateAnswers), num_threads=3)
+    LateAnswers.may_answer.clear()
+    bench.stack.ask(KEYS[:1], within(10))
+    time.sleep(0.05)  # by now it has seen that there is nothing
+    bench.fill_host(LABELS[:1])
+    bench.stack.demote(LABELS[:1])
+    bench.poll_until(lambda c: bool(c.written))
+
+    LateAnswers.may_answer.set()
+    gone: list[tuple[str, ChunkKey]] = []
+    end = time.monotonic() + 10
+    while bench.stack.num_pending or bench.stack.is_in_doubt(KEYS[0]):
+        assert time.monotonic() < end, "it is asked again, and then it is known"
+        gone.extend(bench.stack.poll().gone)
+
+    assert not gone
+    assert bench.tiers[0].has(KEYS[0])
