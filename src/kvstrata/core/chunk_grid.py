@@ -1,18 +1,18 @@
 """How groups are cut into chunks, and which keys a request's chunks have.
 
-`GroupChunks` and `ChunkGeometry` are fixed for an engine's life; a `ChunkGrid` lays them over one
-request's hashes. Chunk i of a group always covers the same tokens, whatever the other groups do:
-grids of different groups need not line up.
+`GroupChunks` and `ChunkGeometry` are fixed while an engine's weights are; a `ChunkGrid` lays them
+over one request's hashes. Chunk i of a group always covers the same tokens, whatever the other
+groups do: grids of different groups need not line up.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvstrata.core.ids import BlockHash, ChunkKey, GroupId, chunk_key, key_suffix
+from kvstrata.core.ids import BlockHash, ChunkKey, GroupId, key_suffix
 from kvstrata.core.layout import GroupKind, KVGroup, KVLayout
 from kvstrata.core.spans import RowSpan, TokenSpan, whole_units
 from kvstrata.errors import LayoutError
@@ -38,6 +38,8 @@ class GroupChunks:
     group: KVGroup
     chunk_tokens: int
     hash_block_tokens: int
+    generation: bytes = b""
+    """Part of every key; another one after each change of the weights in a running engine."""
 
     def __post_init__(self) -> None:
         group, size = self.group, self.chunk_tokens
@@ -91,7 +93,7 @@ class GroupChunks:
     @cached_property
     def suffix(self) -> bytes:
         """What turns a prefix hash into a key of this group."""
-        return key_suffix(self.group_id)
+        return self.generation + key_suffix(self.group_id)
 
     def num_chunks(self, num_tokens: int) -> int:
         """Complete chunks within the first `num_tokens` tokens."""
@@ -132,6 +134,11 @@ class ChunkGeometry:
         text = f"kvstrata/chunks/1:{self.layout.fingerprint}:{sizes}"
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def renewed(self, generation: bytes) -> ChunkGeometry:
+        """The same chunks under other keys."""
+        groups = tuple(replace(chunks, generation=generation) for chunks in self.groups)
+        return replace(self, groups=groups)
+
 
 class ChunkGrid:
     """The chunk keys of one request, made as its hashes arrive and never twice.
@@ -159,8 +166,8 @@ class ChunkGrid:
 
     def key(self, group_id: GroupId, index: int) -> ChunkKey:
         """The key of one chunk."""
-        step = self.geometry.groups[group_id].hashes_per_chunk
-        return chunk_key(self._hashes[(index + 1) * step - 1], group_id)
+        chunks = self.geometry.groups[group_id]
+        return ChunkKey(self._hashes[(index + 1) * chunks.hashes_per_chunk - 1] + chunks.suffix)
 
     def keys(self, group_id: GroupId) -> Sequence[ChunkKey]:
         """The keys of a group's chunks so far, in chunk order. The list is live: don't keep it."""

@@ -11,7 +11,10 @@ BlockHash = NewType("BlockHash", bytes)
 """Hash of a whole prefix of tokens, up to the end of one hash block."""
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""Identity of a chunk inside its namespace: the prefix hash at its end, then its group."""
+"""Identity of a chunk inside its namespace: the prefix hash at its end, then its group.
+
+Between the two stands a mark of the weights' generation, once they changed in a running engine.
+"""
 
 _GROUP_BYTES: Final = 2
 

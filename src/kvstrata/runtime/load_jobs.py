@@ -90,6 +90,11 @@ class LoadJobs:
         self._loads[job_id] = Load(request, plan, keys)
         return CopyJob(job_id, copies, waiting_request=request.request_id)
 
+    def find(self, request_id: str) -> Load | None:
+        """A request's load under way."""
+        loads = (load for load in self._loads.values() if load.request.request_id == request_id)
+        return next(loads, None)
+
     def end(self, report: CopyReport) -> Load | None:
         """Let go of a load's chunks; None: the job is none of these."""
         load = self._loads.pop(report.job_id, None)

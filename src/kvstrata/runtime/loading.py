@@ -121,6 +121,10 @@ class Loading:
         """Let go of a load that every rank has reported; None: the job is none of these."""
         return self._jobs.end(report)
 
+    def find(self, request_id: str) -> Load | None:
+        """A request's load under way."""
+        return self._jobs.find(request_id)
+
     def settle(self, load: Load, report: CopyReport) -> None:
         """Go on from what was loaded; what failed is not offered to its request again."""
         request = load.request

@@ -138,6 +138,10 @@ class Recorder:
             self.counters.add(metrics.TIER_FAULTS, 1, fault.tier, kind)
             _log.log(logging.WARNING if is_first else logging.DEBUG, "%s", fault.error)
 
+    def origin_of(self, key: ChunkKey) -> str:
+        """The tier that a chunk in host memory came from, if it was not loaded since."""
+        return self._origins.get(key, HOST)
+
     def _count(self, request: TrackedRequest, plan: LoadPlan | None, external_tokens: int) -> None:
         """A request's tokens come from the device, a load, or computing, each once."""
         total = len(request.new.tokens)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from collections import Counter
 from dataclasses import dataclass
 from operator import itemgetter
@@ -38,7 +39,7 @@ from kvstrata.runtime.tracked_request import TrackedRequest
 from kvstrata.telemetry import metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvstrata.config.schema import Config
     from kvstrata.core.chunk_grid import ChunkGeometry
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_GENERATION_BYTES: Final = 8
 MOST_PREFETCHED: Final = 8
 """Waiting requests whose chunks are brought up before the engine asks."""
 
@@ -211,6 +213,26 @@ class SchedulerSide:
             request.plan = None
         return True
 
+    @shielded(lambda: False)
+    def renew(self) -> bool:
+        """The weights may have changed: nothing stored before is offered again, in any tier.
+
+        Chunks have other keys from now on, which no other engine can come upon: what this one
+        stores stays its own until it ends. What requests have computed before is not stored.
+        """
+        self.reset()
+        self._geometry = self._geometry.renewed(secrets.token_bytes(_GENERATION_BYTES))
+        self._lazy = LazyStores(self._context, self._geometry) if self._is_lazy else None
+        self._requests = {
+            name: request.renewed(self._geometry) for name, request in self._requests.items()
+        }
+        return True
+
+    @shielded(lambda: None)
+    def let_blocks_go(self) -> None:
+        """The engine needs all its blocks: stores under way will not count."""
+        self._stores.void()
+
     @shielded(_no_events)
     def take_events(self) -> Sequence[object]:
         """Hand over what has happened to chunks since the last call, if nobody publishes it."""
@@ -234,6 +256,16 @@ class SchedulerSide:
     def tracker(self) -> EventsTracker:
         """What announces chunks."""
         return self._recorder.tracker
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks of the engine will come free without its doing."""
+        return bool(self._stores.num_held_blocks)
+
+    def hit_sources(self, request_id: str) -> Mapping[str, int]:
+        """The tokens of a request's load under way, by the tier they came from."""
+        load = self._loading.find(request_id)
+        return {} if load is None else load.tokens_by_source(self._recorder.origin_of)
 
     @property
     def num_leases(self) -> int:
@@ -298,6 +330,8 @@ class SchedulerSide:
     def _advance(self, running: RequestProgress) -> None:
         """Take in one request's progress; its faults are not the others'."""
         request = self._requests[running.request_id]
+        if request.is_stale:
+            return
         sources = choose_sources(self._config.store, request, running, self._context)
         self._store(request, sources)
 

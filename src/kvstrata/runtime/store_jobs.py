@@ -91,7 +91,7 @@ class StoreJobs:
     @property
     def num_held_blocks(self) -> int:
         """Blocks that are held on the device."""
-        return sum(len(store.blocks) for store in self._stores.values())
+        return sum(len(s.blocks) for s in self._stores.values() if not s.is_void)
 
     def start(
         self, sources: Sequence[StoreSource], ledger: RequestLedger | None = None
@@ -123,7 +123,8 @@ class StoreJobs:
         store = self._stores.pop(report.job_id, None)
         if store is None:
             return None
-        self._context.free_blocks(store.blocks)
+        if not store.is_void:
+            self._context.free_blocks(store.blocks)
         done = [s for s in store.sources if s.label.key not in report.failed and not store.is_void]
         failed = [source for source in store.sources if source not in done]
         self._host.settle(_keys(done), _keys(failed))
@@ -132,9 +133,11 @@ class StoreJobs:
         return SettledStore(_labels(done), _labels(failed), store.ledger)
 
     def void(self) -> None:
-        """The cache was reset: what is under way will not count."""
+        """What is under way will not count, so its blocks need not be held."""
         for store in self._stores.values():
-            store.is_void = True
+            if not store.is_void:
+                store.is_void = True
+                self._context.free_blocks(store.blocks)
 
 
 def _copy(source: StoreSource, extents: tuple[Extent, ...]) -> ChunkCopy:

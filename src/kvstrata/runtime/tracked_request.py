@@ -62,6 +62,14 @@ class TrackedRequest:
         """Whether the engine has given it blocks, and they hold what was promised."""
         self.is_fetched = False
         """Whether nothing more can be brought up for it."""
+        self.is_stale = False
+        """Whether its blocks may have been computed with other weights than its keys stand for."""
+
+    def renewed(self, geometry: ChunkGeometry) -> TrackedRequest:
+        """The same request under other keys; what it has computed is not stored under them."""
+        renewed = TrackedRequest(self.new, geometry)
+        renewed.is_stale = self.asked_at is not None
+        return renewed
 
     def choose(self, lookup: Lookup, local_tokens: int) -> LoadPlan:
         """The longest hit now."""
@@ -97,7 +105,7 @@ class TrackedRequest:
         """The engine took the request's blocks; it starts again."""
         self.ledger.preempt()
         self.plan, self.asked_at = None, None
-        self.is_fetched = self.is_admitted = False
+        self.is_fetched = self.is_admitted = self.is_stale = False
 
     def lose(self, keys: Iterable[ChunkKey]) -> None:
         """These could not be brought up; go on without those that were awaited."""

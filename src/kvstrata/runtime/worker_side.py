@@ -2,7 +2,8 @@
 
 A step's message brings copies between the device and the arena, and jobs for the tiers below. Loads
 start before the rank computes, stores after it; both run on threads of their own. What has ended
-goes back with the step's report.
+goes back with the step's report. Engines that do not say when a step was computed have its stores
+started with the next one: their blocks are held until then.
 
 Ownership: the rank's thread calls everything here; threads own what their queues say.
 """
@@ -103,6 +104,7 @@ class WorkerSide:
 
     def start_step(self, message: bytes) -> None:
         """Start loads and tier jobs."""
+        self.start_stores()
         memory = self._opened
         self._message = decode_step(message)
         jobs = [job.read() for job in self._message.copies]
@@ -115,9 +117,17 @@ class WorkerSide:
 
     def finish_step(self) -> bytes:
         """Start stores, and say what has ended."""
+        self.start_stores()
+        return self.report()
+
+    def start_stores(self) -> None:
+        """The step has been computed: start its stores. Does nothing on successive calls."""
+        stores, self._stores = self._stores, []
+        self._opened.copies.submit(stores)
+
+    def report(self) -> bytes:
+        """Say what has ended since the last report."""
         memory = self._opened
-        memory.copies.submit(self._stores)
-        self._message, self._stores = StepMessage(), []
         copy_reports = memory.copies.take_reports()
         for report in copy_reports:
             self._note_end(report)
