@@ -12,6 +12,7 @@ KVStrataError
 ├── ModelError           a model directory cannot be used: names the file, key or tensor
 ├── RequestError         the embedded engine cannot serve a request: says what to change
 ├── EngineError          the embedded engine lost a rank
+├── UnsupportedEngineError  an engine is too old or too new for its connector: says what to do
 └── ClosedError          used after close()
 
 A miss is a value, never an exception.
@@ -101,6 +102,10 @@ class RequestError(KVStrataError, ValueError):
 
 class EngineError(KVStrataError):
     """The embedded engine lost a rank."""
+
+
+class UnsupportedEngineError(KVStrataError, ImportError):
+    """An engine lacks what its connector calls, or demands what it does not know."""
 
 
 class ClosedError(KVStrataError):

@@ -8,6 +8,10 @@
 The only package that imports vllm.
 """
 
-from kvstrata.engines.vllm.connector import KVStrataConnector
+from kvstrata.engines.vllm.features import check_features
+
+check_features()
+
+from kvstrata.engines.vllm.connector import KVStrataConnector  # noqa: E402
 
 __all__ = ["KVStrataConnector"]

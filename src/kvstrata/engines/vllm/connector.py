@@ -17,14 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvstrata.config.parsing import parse_config
-from kvstrata.config.parsing import read_config as read_config_file
 from kvstrata.core.hashing import AdoptedHashes
-from kvstrata.engines.vllm.context import VllmContext
+from kvstrata.engines.vllm.context import VllmContext, let_go_before_reset
+from kvstrata.engines.vllm.events import events_for_vllm
+from kvstrata.engines.vllm.hit_sources import HitSources
 from kvstrata.engines.vllm.identity import read_identity
-from kvstrata.engines.vllm.layout import by_blocks, group_map, read_layout
+from kvstrata.engines.vllm.layout import by_blocks, check_uniform, group_map, read_layout
 from kvstrata.engines.vllm.progress import read_progress
-from kvstrata.errors import ConfigError
+from kvstrata.engines.vllm.settings import read_settings, warn_of_failure_policy
+from kvstrata.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsFeed
 from kvstrata.runtime.assemble import make_scheduler_side, make_worker_side
 from kvstrata.runtime.seam import NewRequest, RequestLimits
 
@@ -33,14 +34,13 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-    from kvstrata.config.schema import Config
 
 
 @dataclass
@@ -83,16 +83,20 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         assert kv_cache_config is not None
-        config = read_config(vllm_config)
+        config = read_settings(vllm_config)
         self._cache_config = kv_cache_config
         self._groups = group_map(kv_cache_config)
         self._layout = read_layout(vllm_config, kv_cache_config)
         self._requests: dict[str, Request] = {}
         if role is KVConnectorRole.SCHEDULER:
+            warn_of_failure_policy(vllm_config)
+            self._stats_feed = StatsFeed()
+            self._hit_sources = HitSources(config)
             self._scheduler_side = make_scheduler_side(
                 config, self._layout, max_request_tokens=vllm_config.model_config.max_model_len
             )
         else:
+            check_uniform(kv_cache_config)
             self._rank = vllm_config.parallel_config.rank
             identity = read_identity(vllm_config, kv_cache_config)
             self._worker_side = make_worker_side(config, identity, self._rank)
@@ -109,6 +113,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         context = VllmContext(kv_cache_manager, self._groups, self._requests)
         self._scheduler_side.bind_scheduler_context(context)
+        let_go_before_reset(kv_cache_manager.block_pool, self._scheduler_side.let_blocks_go)
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""
@@ -167,13 +172,42 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether to go on stepping without requests."""
         return self._scheduler_side.has_pending_work
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks will come free without a preemption."""
+        return self._scheduler_side.holds_blocks
+
     def reset_cache(self) -> bool | None:
-        """Forget what is in host memory."""
-        return self._scheduler_side.reset()
+        """Never offer again what was stored until now: vLLM calls this when weights change."""
+        return self._scheduler_side.renew()
 
     def take_events(self) -> Iterable[Any]:
         """What has happened to chunks."""
-        return self._scheduler_side.take_events()
+        return events_for_vllm(self._scheduler_side.take_events(), self._groups)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Where the tokens of a load come from."""
+        sources = self._scheduler_side.hit_sources(request.request_id)
+        return self._hit_sources.labelled(sources, num_external_tokens)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was counted since the last call; all of it is counted beside the scheduler."""
+        if self.role is not KVConnectorRole.SCHEDULER:
+            return None
+        return self._stats_feed.news(self._scheduler_side.stats())
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Numbers that have crossed a process border."""
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> ConnectorPromMetrics:  # noqa: ANN401
+        """Our part of `/metrics`."""
+        return ConnectorPromMetrics(*args, **kwargs)
 
     # --- beside a worker ---
 
@@ -199,11 +233,12 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         """Stores read whole blocks, after the step."""
 
     def wait_for_save(self) -> None:
-        """Stores run on; their blocks are held."""
-        self._report = self._worker_side.finish_step()
+        """Start stores; they run on, and their blocks are held."""
+        self._worker_side.start_stores()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """The requests whose loads ended on this rank."""
+        self._report = self._worker_side.report()
         ended = self._worker_side.take_ended_loads()
         return KVConnectorTransferResults(
             finished_recving=set(ended.done | ended.failed), failed_recving=set(ended.failed)
@@ -235,21 +270,3 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             lora=None if lora is None else lora.lora_name,
             limits=RequestLimits(params.get("max_offload_tokens"), params.get("max_load_tokens")),
         )
-
-
-def read_config(vllm_config: VllmConfig) -> Config:
-    """Our settings: inline, or in the file that `config` names.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    if transfer.kv_role != "kv_both":
-        raise ConfigError("kv_role", f"{transfer.kv_role!r} is not a cache's role", '"kv_both"')
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("enable_prefix_caching", "it is off", "true: hits are found by prefix")
-    settings = dict(transfer.kv_connector_extra_config or {})
-    if "config" in settings:
-        return read_config_file(settings["config"])
-    return parse_config(settings)

@@ -8,7 +8,7 @@ from kvstrata.core.ids import BlockHash
 from kvstrata.runtime.seam import BlockView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -85,6 +85,20 @@ class VllmContext:
 
     def _group(self, known: bytes) -> Any:  # noqa: ANN401 - a GroupId or None
         return self._groups.ours(int.from_bytes(known[-_GROUP_BYTES:], "big"))
+
+
+def let_go_before_reset(pool: BlockPool, let_go: Callable[[], None]) -> None:
+    """Have blocks let go of before vLLM resets its prefix cache.
+
+    It refuses to while anybody holds a block, and asks no connector to let go.
+    """
+    reset = pool.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        let_go()
+        return bool(reset())
+
+    pool.reset_prefix_cache = reset_prefix_cache
 
 
 def _is_waiting(request: Request) -> bool:

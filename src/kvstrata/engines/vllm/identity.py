@@ -1,12 +1,20 @@
-"""What a chunk's bytes depend on in vLLM, besides tokens and geometry."""
+"""What a chunk's bytes depend on in vLLM, besides tokens and geometry.
+
+Chunks are found again only by an engine of which all of this is equal. What cannot be known makes
+an engine's chunks its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import vllm
 
 from kvstrata.runtime.assemble import ModelIdentity
 from kvstrata.runtime.weights import weights_digest
@@ -15,11 +23,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_log = logging.getLogger(__name__)
+
 
 def read_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> ModelIdentity:
     """The weights, hashes and kernels behind the bytes of this engine's caches."""
     cache = vllm_config.cache_config
     facts = {
+        "version": _release(vllm.__version__),
         "layout": getattr(config, "kv_cache_layout", None),
         "dtype": str(vllm_config.model_config.dtype),
         "cache_dtype": str(cache.cache_dtype),
@@ -28,23 +39,80 @@ def read_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> ModelIdenti
             str(getattr(cache, "mamba_ssm_cache_dtype", None)),
         ],
         "platform": _platform(),
-        "backend": str(getattr(vllm_config, "attention_config", None)),
+        "backends": _backends(vllm_config, config),
+        "quantization": str(vllm_config.model_config.quantization),
         "specs": [repr(group.kv_cache_spec) for group in config.kv_cache_groups],
         "rope": str(getattr(vllm_config.model_config.hf_config, "rope_parameters", None)),
+        "own": _own_scales(vllm_config),
     }
     kernels = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    hashing = f"vllm/{cache.prefix_caching_hash_algo}"
+    hashing = f"vllm/{cache.prefix_caching_hash_algo}/{os.environ.get('PYTHONHASHSEED', '')}"
     return ModelIdentity(_weights(vllm_config), hashing, f"/vllm/{kernels}")
 
 
+def _release(version: str) -> str:
+    """Of which pages and hashes may mean something else: 0.32.1 and 0.32.0 agree, 0.33 may not."""
+    return ".".join(version.split(".")[:2])
+
+
+def _backends(vllm_config: VllmConfig, config: KVCacheConfig) -> list[str]:
+    """The kernels that write the caches, as vLLM has chosen them."""
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    names = (name for group in config.kv_cache_groups for name in group.layer_names)
+    found = (getattr(layers.get(name), "attn_backend", None) for name in names)
+    return sorted({backend.__name__ for backend in found if backend is not None})
+
+
+def _own_scales(vllm_config: VllmConfig) -> str:
+    """Scales that are computed from the first requests are this engine's alone."""
+    is_own = getattr(vllm_config.cache_config, "calculate_kv_scales", False)
+    return _engine_id(vllm_config) if is_own else ""
+
+
 def _weights(vllm_config: VllmConfig) -> str:
-    """A digest of the model's directory; of its name where there is none to read."""
-    model = vllm_config.model_config
-    folder = Path(model.model)
-    if folder.is_dir() and any(folder.glob("*.safetensors")):
+    """A digest of the actual weights; where there are none to read, one that nobody shares."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        facts = ["dummy", model.model, model.revision, model.seed, model.hf_config.to_json_string()]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+    folder = _folder(vllm_config)
+    if folder is not None and any(folder.glob("*.safetensors")):
         return weights_digest(folder)
-    facts = [model.model, model.revision, vllm_config.load_config.load_format, model.seed]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    _log.warning(
+        "the weights of %s are not there as safetensors: chunks are not shared with other engines, "
+        "and not found after a restart",
+        model.model,
+    )
+    return hashlib.sha256(_engine_id(vllm_config).encode()).hexdigest()
+
+
+def _folder(vllm_config: VllmConfig) -> Path | None:
+    """Where the model's files lie: named by the user, or downloaded."""
+    model = vllm_config.model_config
+    if (folder := Path(model.model)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with vLLM
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(
+            snapshot_download(
+                model.model,
+                revision=model.revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                allow_patterns=["*.safetensors", "config.json"],
+                local_files_only=True,
+            )
+        )
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _engine_id(vllm_config: VllmConfig) -> str:
+    """Equal on the ranks of one engine, and never again."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return str(transfer.engine_id)
 
 
 def _platform() -> str:

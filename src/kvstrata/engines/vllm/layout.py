@@ -49,6 +49,15 @@ class GroupMap:
         """Our groups' block tables out of all."""
         return tuple(block_ids[engine_id] for engine_id in self.engine_ids)
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether our ids are vLLM's."""
+        return self.engine_ids == tuple(range(len(self.engine_ids)))
+
+    def theirs(self, group_id: GroupId) -> int:
+        """vLLM's id of one of our groups."""  # noqa: D403 - its name
+        return self.engine_ids[group_id]
+
     def ours(self, engine_id: int) -> GroupId | None:
         """Our id of one of vLLM's groups; None: it is left out."""
         if engine_id not in self.engine_ids:
@@ -81,6 +90,22 @@ def read_layout(vllm_config: VllmConfig, config: KVCacheConfig) -> KVLayout:
         ),
         hit_alignment_tokens=getattr(config, "cache_hit_alignment_tokens", None),
     )
+
+
+def check_uniform(config: KVCacheConfig) -> None:
+    """Refuse groups that vLLM describes to its scheduler by one layer that is unlike others.
+
+    Raises:
+        LayoutError: pages of one group differ in size.
+    """
+    for index in group_map(config).engine_ids:
+        group = config.kv_cache_groups[index]
+        sizes = {_real_bytes(_of_layer(group.kv_cache_spec, name)) for name in group.layer_names}
+        if len(sizes) > 1:
+            raise LayoutError(
+                f"vLLM's KV group {index} has layers with pages of {sorted(sizes)} bytes; known "
+                f"are groups whose layers are alike"
+            )
 
 
 def by_blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:

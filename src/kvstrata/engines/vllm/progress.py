@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 def read_progress(output: SchedulerOutput, groups: GroupMap, known: Container[str]) -> StepProgress:
     """What a step computes, for the requests that are known."""
     states = getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
+    guessed = output.scheduled_spec_decode_tokens
     running = [
         RequestProgress(
             request_id,
-            computed + output.num_scheduled_tokens[request_id],
+            computed + output.num_scheduled_tokens[request_id] - len(guessed.get(request_id, ())),
             tuple(_offered(states.get(request_id, ()), groups)),
         )
         for request_id, computed in _computed(output)
