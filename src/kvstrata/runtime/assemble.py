@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_OPENED: Final = "one that can be opened, or `required: false` to start without it"
+_OPTIONAL: Final = "`required: false` to start without it"
+_OPENED: Final = f"one that can be opened, or {_OPTIONAL}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ def _open_store(config: TierConfig, namespace: Namespace, rank: Rank) -> ChunkSt
     except Exception as error:  # a store written elsewhere may raise anything
         if config.required:
             if isinstance(error, ConfigError):
-                raise
+                accepted = f"{error.accepted}, or {_OPTIONAL}"
+                raise ConfigError(f"tier {name}, {error.path}", error.problem, accepted) from error
             raise ConfigError(f"tier {name}", f"it cannot be opened: {error}", _OPENED) from error
         _log.warning("tier %s is left out: %s", name, error)
         return UnavailableStore(name, str(error))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.chunk_label import ChunkBuffer
 from kvstrata.errors import ConfigError
+from kvstrata.tiers.memory_limits import available_bytes
 from kvstrata.tiers.numa import touch_on_node
 from kvstrata.tiers.room import PAGE_BYTES
 
@@ -42,6 +43,7 @@ class HostArena:
     def __init__(
         self, capacity_bytes: int, shared_name: str | None = None, numa_node: int | None = None
     ) -> None:
+        _check_memory(capacity_bytes)
         self.num_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES
         self._shared_path = shared_name and f"{_SHARED_FOLDER}/{shared_name}"
         self._is_pinned = False
@@ -110,6 +112,22 @@ class HostArena:
         except FileExistsError:
             self._is_new = False
             return os.open(path, flags)
+
+
+def _check_memory(capacity_bytes: int) -> None:
+    """Refuse now what would end in the kernel's killing of a process later.
+
+    Raises:
+        ConfigError: there is not so much memory.
+    """
+    available = available_bytes()
+    if available is not None and capacity_bytes > available:
+        raise ConfigError(
+            "host.capacity",
+            f"{capacity_bytes / 2**30:.1f} GiB for each rank, but {available / 2**30:.1f} GiB are "
+            f"available",
+            "less",
+        )
 
 
 def _register(view: memoryview) -> bool:

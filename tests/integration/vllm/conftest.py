@@ -7,10 +7,12 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+
+from kvstrata.core.ids import GroupId
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstrata.runtime.scheduler_side import SchedulerSide
+    from kvstrata.runtime.worker_side import RankMemory
+    from kvstrata.transfers.cache_views import CacheViews
 
 _COMMON = {
     "hidden_size": 256,
@@ -55,6 +59,42 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 """What vLLM's CPU kernels want of a tiny model."""
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": (
+        "GptOss",
+        {
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 1024,
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "intermediate_size": 256,
+            "intermediate_size_mlp": 256,
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 256,
+        },
+    ),
+}
+"""Architectures that the embedded engine does not have: their classes, and what is tiny in them."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +120,15 @@ class Served:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": settings,
             }
-        self.llm = LLM(
-            str(model),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="auto",
-            max_model_len=2048,
-            enable_prefix_caching=True,
-            seed=0,
-            **options,
-        )
+        common = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "auto",
+            "max_model_len": 2048,
+            "enable_prefix_caching": True,
+            "seed": 0,
+        }
+        self.llm = LLM(str(model), **common | options)
 
     @property
     def core(self) -> Any:
@@ -99,6 +138,36 @@ class Served:
     def side(self) -> SchedulerSide:
         side: SchedulerSide = self.core.scheduler.connector._scheduler_side  # noqa: SLF001
         return side
+
+    @property
+    def worker(self) -> RankMemory:
+        """What the only rank has."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+        connector: Any = get_kv_transfer_group()
+        memory: RankMemory = connector._worker_side._memory  # noqa: SLF001
+        return memory
+
+    @property
+    def views(self) -> CacheViews:
+        """The only rank's caches, as bytes."""
+        views: CacheViews = cast("Any", self.worker.copies)._copier._views  # noqa: SLF001
+        return views
+
+    def cached_bytes(self) -> dict[tuple[int, bytes], set[bytes]]:
+        """The content of every block that vLLM could find now, by group and hash."""
+        context: Any = self.side._context  # noqa: SLF001
+        contents: dict[tuple[int, bytes], set[bytes]] = {}
+        for block in map(context.get_block, range(len(context._pool.blocks))):  # noqa: SLF001
+            if block.block_hash is not None and not block.is_null:
+                known = contents.setdefault((block.group_id, block.block_hash), set())
+                known.add(self._bytes_of(block.group_id, block.block_id))
+        return contents
+
+    def _bytes_of(self, group_id: int, block: int) -> bytes:
+        size = self.side._geometry.groups[group_id].group.rows_per_block  # noqa: SLF001
+        rows = range(block * size, (block + 1) * size)
+        return self.views.gather(GroupId(group_id), rows).numpy().tobytes()
 
     def ask(self, *prompts: Sequence[int], max_tokens: int = 6) -> list[Answer]:
         from vllm import SamplingParams  # noqa: PLC0415
@@ -128,7 +197,9 @@ class Served:
 
     def drop_device_cache(self) -> None:
         self.settle()
-        assert self.llm.reset_prefix_cache(), "blocks are still held"
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still held"
+        assert self.llm.reset_prefix_cache()
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import (  # noqa: PLC0415
@@ -141,6 +212,18 @@ class Served:
         gc.collect()
 
 
+def forget_connector() -> None:
+    """Close what a start that failed has left: vLLM would use it for the next engine."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import (  # noqa: PLC0415
+        ensure_kv_transfer_shutdown,
+    )
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: PLC0415
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
 class Checkpoints:
     """Tiny models that vLLM runs, each made once."""
 
@@ -151,9 +234,32 @@ class Checkpoints:
         from kvstrata.engine.tiny import make_tiny  # noqa: PLC0415
 
         folder = self._folder / f"{arch}-{seed}"
-        if not folder.exists():
+        if not folder.exists() and arch in FOREIGN:
+            make_foreign(arch, folder)
+        elif not folder.exists():
             make_tiny(arch, folder, seed=seed, **CHANGES[arch])
         return folder
+
+
+def make_foreign(arch: str, folder: Path) -> None:
+    """A checkpoint by `transformers`, with weights that every token passes on to the next ones."""
+    import transformers  # noqa: PLC0415 - slow to import
+
+    name, changes = FOREIGN[arch]
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(
+        transformers, f"{name}Config"
+    )
+    settings = _COMMON | {"vocab_size": 256, "max_position_embeddings": 4096, "pad_token_id": 0}
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**settings | changes))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:
+                weight.copy_(drawn * 1.5 / weight.shape[-1] ** 0.5)
+            else:
+                weight.copy_(0.1 * drawn + float("norm" in key))
+    model.to(torch.float32).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -169,7 +275,11 @@ def serve() -> Any:
     def make(
         model: Path, settings: dict[str, Any] | None = None, **options: Any
     ) -> Iterator[Served]:
-        served = Served(model, settings, **options)
+        try:
+            served = Served(model, settings, **options)
+        except BaseException:
+            forget_connector()
+            raise
         try:
             yield served
         finally:

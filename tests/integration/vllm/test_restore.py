@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-ARCHITECTURES = ["llama", "mistral", "gemma3", "lfm2", "qwen3_next"]
+ARCHITECTURES = ["llama", "mistral", "gemma3", "lfm2", "qwen3_next", "gpt_oss", "llama4"]
 
 
 def settings(store: Path | None = None, **changes: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def reference(arch: str, checkpoints: Any, serve: Any, prompt_of: Any) -> dict[i
     """Answers of vLLM alone, by prompt length."""
     with serve(checkpoints.of(arch)) as plain:
         lengths = (1500, 1281, 1000)
-        return {n: plain.ask(prompt_of(n))[0].tokens for n in lengths}
+        return {n: plain.ask(prompt_of(n, seed=n))[0].tokens for n in lengths}
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +76,29 @@ def test_host_and_disk_give_what_a_local_hit_gives(
     prompt_of: Any,
     length: int,
 ) -> None:
-    prompt = prompt_of(length)
+    prompt = prompt_of(length, seed=length)
+    served.drop_device_cache()
     [cold] = served.ask(prompt)
     [local] = served.ask(prompt)
     assert local.cached_tokens > 0
     before = loaded_tokens(served, "host"), loaded_tokens(served, "filesystem")
+    computed = served.cached_bytes()
 
     served.drop_device_cache()
     [from_host] = served.ask(prompt)
+    host_bytes = served.cached_bytes()
     served.drop_device_cache()
     assert served.side.reset()
     [from_disk] = served.ask(prompt)
+    disk_bytes = served.cached_bytes()
 
     assert from_host.cached_tokens == from_disk.cached_tokens == local.cached_tokens
     assert loaded_tokens(served, "host") - before[0] == local.cached_tokens
     assert loaded_tokens(served, "filesystem") - before[1] == local.cached_tokens
+    for restored in (host_bytes, disk_bytes):
+        common = computed.keys() & restored.keys()
+        assert common
+        assert [key for key in common if not restored[key] <= computed[key]] == []
     assert from_host.logprobs == from_disk.logprobs == local.logprobs
     assert cold.tokens == from_host.tokens == from_disk.tokens == reference[length]
     assert not served.side.hook_faults

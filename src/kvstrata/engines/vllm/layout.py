@@ -137,7 +137,7 @@ def _group(group: KVCacheGroupSpec) -> KVGroup:
             KVLayer(name, _real_bytes(_of_layer(group.kv_cache_spec, name)))
             for name in group.layer_names
         ),
-        window_tokens=spec.sliding_window if kind is GroupKind.WINDOW else None,
+        window_tokens=_window_tokens(spec),
         sharding=Sharding.REPLICATED if is_replicated else Sharding.SHARDED,
         is_draft=bool(getattr(group, "is_eagle_group", False)),
     )
@@ -159,14 +159,21 @@ def _of_layer(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 def _kind(spec: KVCacheSpec) -> GroupKind:
     if isinstance(spec, MambaSpec):
         return GroupKind.RECURRENT
-    if isinstance(spec, SlidingWindowSpec):
+    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return GroupKind.WINDOW
-    if isinstance(spec, FullAttentionSpec) and not isinstance(spec, ChunkedLocalAttentionSpec):
+    if isinstance(spec, FullAttentionSpec):
         return GroupKind.FULL
     raise LayoutError(
         f"vLLM has a KV group of kind {type(spec).__name__}, which kvstrata does not know; "
-        f"known: full attention, MLA, sliding window, mamba and other recurrent states"
+        f"known: full, MLA, sliding-window and chunked attention, mamba and other states"
     )
+
+
+def _window_tokens(spec: Any) -> int | None:  # noqa: ANN401 - as above
+    """What a token may look back on; attention within fixed chunks never looks further than one."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def _real_bytes(spec: KVCacheSpec) -> int:
