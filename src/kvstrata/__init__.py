@@ -25,6 +25,7 @@ from kvstrata.errors import (
     TierTimeout,
     TierUnavailable,
     TransferError,
+    UnsupportedEngineError,
 )
 from kvstrata.planning.chunk_sizes import cut_into_chunks
 from kvstrata.planning.load_plan import LoadBounds, LoadPlan, choose_load, usable_lengths
@@ -67,6 +68,7 @@ __all__ = [
     "TierTimeout",
     "TierUnavailable",
     "TransferError",
+    "UnsupportedEngineError",
     "all_ready",
     "choose_load",
     "choose_stores",

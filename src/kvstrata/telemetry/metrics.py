@@ -56,8 +56,8 @@ HOOK_FAULTS: Final = _counter("hook_faults", ("hook",), "Exceptions kept from th
 PENDING: Final = _gauge("pending", ("what",), "Jobs under way.")
 HOST_BYTES: Final = _gauge("host_bytes", ("state",), "Host memory of each rank.")
 CHILD_QUERIES: Final = _counter("child_queries", ("child",), "Questions to a connector's child.")
-CHILD_HITS: Final = _counter("child_hits", ("child",), "Times that a child won.")
-CHILD_HIT_TOKENS: Final = _counter("child_hit_tokens", ("child",), "Tokens that it loaded.")
+CHILD_HITS: Final = _counter("child_hits", ("child",), "Times that a child offered tokens.")
+CHILD_HIT_TOKENS: Final = _counter("child_hit_tokens", ("child",), "Tokens that it offered.")
 CHILD_MISSES: Final = _counter("child_misses", ("child",), "Times that a child had nothing.")
 CHILD_PENDING: Final = _gauge("child_pending_loads", ("child",), "Loads of a child under way.")
 
@@ -88,7 +88,7 @@ class Counters:
     def set(self, metric: Metric, value: float, *labels: object) -> None:
         """Set a gauge, or a counter that is kept elsewhere."""
         assert len(labels) == len(metric.labels), metric.name
-        self._values[metric.name, tuple(map(str, labels))] = value
+        self._values[metric.name, tuple(map(str, labels))] = float(value)
 
     def value(self, metric: Metric, *labels: object) -> float:
         """One number; 0 if it was never counted."""

@@ -151,7 +151,7 @@ class Served:
     @property
     def views(self) -> CacheViews:
         """The only rank's caches, as bytes."""
-        views: CacheViews = cast("Any", self.worker.copies)._copier._views  # noqa: SLF001
+        views: CacheViews = cast("Any", self.worker.copies)._copier._copier._views  # noqa: SLF001
         return views
 
     def cached_bytes(self) -> dict[tuple[int, bytes], set[bytes]]:

@@ -13,5 +13,6 @@ from kvstrata.engines.vllm.features import check_features
 check_features()
 
 from kvstrata.engines.vllm.connector import KVStrataConnector  # noqa: E402
+from kvstrata.engines.vllm.multi_connector import KVStrataMultiConnector  # noqa: E402
 
-__all__ = ["KVStrataConnector"]
+__all__ = ["KVStrataConnector", "KVStrataMultiConnector"]

@@ -1,0 +1,83 @@
+"""Real vLLM with worker processes: tensor parallel ranks that share nothing but messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SCRIPT = Path(__file__).with_name("engine_process.py")
+
+
+def run(model: Path, tier: dict[str, Any], prompts: list[list[int]], **options: Any) -> Any:
+    """What one engine saw, from its start to its end."""
+    settings = {
+        "host": {"capacity": "64MiB"},
+        "tiers": [tier],
+        "load": {"decide": "always"},
+    }
+    texts = map(json.dumps, (settings, options, prompts))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(model), *texts],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"first"')]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[-1])
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "qwen3_next"])
+def test_two_ranks_restore_from_host_and_after_a_restart_from_disk(
+    arch: str, checkpoints: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    model = checkpoints.of(arch)
+    tier = {"kind": "filesystem", "path": str(tmp_path / "store"), "min_free": "0B"}
+    prompts = [prompt_of(1500), prompt_of(1300, seed=1)]
+
+    before = run(model, tier, prompts, tensor_parallel_size=2)
+    after = run(model, tier, prompts, tensor_parallel_size=2)
+
+    restored = before["restored"]
+    assert before["was_reset"]
+    assert all(answer["cached_tokens"] >= 1024 for answer in restored)
+    assert [a["tokens"] for a in restored] == [a["tokens"] for a in before["first"]]
+    assert after["first"] == restored
+    if before["local"][0]["cached_tokens"]:  # vLLM itself finds no state in worker processes on CPU
+        assert restored == before["local"]
+    names = {path.name.rpartition(".")[2] for path in (tmp_path / "store").glob("names*/*/*/*")}
+    assert names == {"0of2", "1of2"}
+
+
+def test_a_chunk_that_one_rank_could_not_write_is_not_offered(
+    checkpoints: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    model = checkpoints.of("llama")
+    lame = {
+        "kind": "custom",
+        "name": "lame",
+        "store": "kvstrata.testing.lame_rank_store:LameRankStore",
+        "options": {"path": str(tmp_path / "store"), "rank": 1, "most_tokens": 0},
+    }
+    prompts = [prompt_of(900)]
+
+    before = run(model, lame, prompts, tensor_parallel_size=2)
+    after = run(model, lame, prompts, tensor_parallel_size=2)
+
+    assert before["restored"] == before["local"], "host memory has it on both ranks"
+    assert after["first"][0]["cached_tokens"] == 0
+    assert after["first"][0]["tokens"] == before["first"][0]["tokens"]
