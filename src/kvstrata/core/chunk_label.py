@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.core.ids import key_group
 
@@ -52,8 +52,7 @@ class Rank:
             raise ValueError(f"rank {self.index} is not one of {self.count}")
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLabel:
+class ChunkLabel(NamedTuple):
     """What a chunk holds: enough to check it, and to describe it to an operator."""
 
     key: ChunkKey

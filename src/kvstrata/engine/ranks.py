@@ -13,7 +13,7 @@ import multiprocessing
 import signal
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from kvstrata.engine.nn.parallel import TensorParallel
 from kvstrata.engine.runner import ModelRunner
+from kvstrata.engine.scheduling.step import StepResult
 from kvstrata.errors import EngineError, KVStrataError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from kvstrata.engine.cache.grouping import CachePlan, CacheSettings
-    from kvstrata.engine.scheduling.step import StepPlan, StepResult
+    from kvstrata.engine.scheduling.step import StepPlan
     from kvstrata.runtime.seam import WorkerConnector
 
 _START_S: Final = 120.0
@@ -113,7 +114,7 @@ class Rank:
             return self._runner.execute(step)
         self._connector.start_step(step.connector_message)
         result = self._runner.execute(step)
-        return replace(result, connector_report=self._connector.finish_step())
+        return StepResult(result.tokens, result.logits, self._connector.finish_step())
 
     def close(self) -> None:
         """Close the connector."""

@@ -106,6 +106,7 @@ class TierIO:
     ) -> None:
         self._name = name
         self._store = store
+        self._tells = store if isinstance(store, TellsEvictions) else None
         self._chunks_per_task = chunks_per_task
         self._queue = TaskQueue()
         self._results: deque[_Result] = deque()
@@ -155,7 +156,7 @@ class TierIO:
 
     def take_evicted(self) -> list[ChunkKey]:
         """Hand over the chunks that the medium let go of by itself, as far as it tells."""
-        return self._store.take_evicted() if isinstance(self._store, TellsEvictions) else []
+        return self._tells.take_evicted() if self._tells else []
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the threads as far as they return, and close the store."""

@@ -15,8 +15,7 @@ chunks to load for a length. Valid lengths are not downward closed, so callers s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstrata.core.layout import GroupKind
 from kvstrata.core.lookups import READY_BYTE, ChunkLookup, LookupCodes
@@ -47,8 +46,7 @@ class GroupRule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class FullRule:
+class FullRule(NamedTuple):
     """Everything from the local hit up to N."""
 
     chunks: GroupChunks
@@ -71,8 +69,7 @@ class FullRule:
         return TokenSpan(self.local, length)
 
 
-@dataclass(frozen=True, slots=True)
-class WindowRule:
+class WindowRule(NamedTuple):
     """The chunks that touch the last positions before N."""
 
     chunks: GroupChunks
@@ -110,8 +107,7 @@ class WindowRule:
         return TokenSpan(needed.start, needed.stop + self.margin)
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentRule:
+class RecurrentRule(NamedTuple):
     """One state, at exactly N."""
 
     chunks: GroupChunks

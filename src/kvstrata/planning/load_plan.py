@@ -8,7 +8,7 @@ the number of rounds depends on how the groups disagree, not on the number of to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata.core.layout import GroupKind
 from kvstrata.core.lookups import ChunkLookup, all_ready, has_pending, once_arrived
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from kvstrata.core.chunk_grid import ChunkGeometry
     from kvstrata.core.ids import GroupId
     from kvstrata.core.lookups import GroupLookups
+
+
+_LOOKUPS: Final = tuple(ChunkLookup)
+"""By their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,7 @@ class LoadBounds:
         return limit if self.max_tokens is None else min(limit, self.max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLoad:
+class GroupLoad(NamedTuple):
     """What to load for one group: these tokens, out of these chunks."""
 
     group_id: GroupId
@@ -61,8 +64,7 @@ class GroupLoad:
     tokens: TokenSpan
 
 
-@dataclass(frozen=True, slots=True)
-class Obstacle:
+class Obstacle(NamedTuple):
     """Why a longer hit was not possible: one group, one chunk."""
 
     group_id: GroupId
@@ -86,8 +88,7 @@ class Obstacle:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadPlan(NamedTuple):
     """One usable length with everything needed to load it."""
 
     num_tokens: int
@@ -182,15 +183,15 @@ class _Search:
         Calls `note` with each rule that does not accept a length, before it is lowered.
         """
         length = self._align(length)
-        while True:
+        before = -1
+        while before != length > self._bounds.local_tokens:
             before = length
             for rule in rules:
                 lowered = rule.longest_valid(length)
                 if lowered < length:
                     note(rule, length)
                     length = self._align(lowered)
-            if length == before:
-                return length
+        return length
 
     def loads(self, length: int) -> tuple[GroupLoad, ...]:
         """What each group has to load for `length`."""
@@ -222,6 +223,6 @@ def _obstacle(rule: GroupRule, lookups: GroupLookups, length: int) -> Obstacle |
         kind=chunks.group.kind,
         chunk=chunk,
         tokens=chunks.tokens(chunk),
-        lookup=ChunkLookup(lookups[chunks.group_id][chunk]),
+        lookup=_LOOKUPS[lookups[chunks.group_id][chunk]],
         wanted_tokens=length,
     )

@@ -60,11 +60,11 @@ class StateOffer(NamedTuple):
 class _OnDevice:
     """What a preemption takes away."""
 
+    news_tokens: int
+    """Storable tokens that complete an attention chunk more than when stores were last begun."""
     computed_tokens: int = 0
     step_start: int = 0
     """Tokens computed before the last step."""
-    planned_tokens: int = 0
-    """Storable tokens when stores were last begun."""
     has_retry: bool = False
     """Whether a store failed since then."""
     offers: list[StateOffer] = field(default_factory=list)
@@ -81,11 +81,8 @@ class RequestLedger:
         self.grid = grid
         self._progress = [bytearray() for _ in grid.geometry.groups]
         self._failures: dict[ChunkRef, int] = {}
-        self._chunk_sizes = sorted(
-            {c.chunk_tokens for c in grid.geometry.groups if c.group.kind != GroupKind.RECURRENT}
-        )
         self._has_ended = False
-        self._device = _OnDevice()
+        self._device = _OnDevice(self._next_end(0))
 
     @property
     def computed_tokens(self) -> int:
@@ -116,7 +113,8 @@ class RequestLedger:
         device = self._device
         if device.offers or device.has_retry:
             return True
-        return self.storable_tokens >= device.planned_tokens + self._tokens_to_next_end()
+        news = device.news_tokens
+        return device.computed_tokens >= news and self.grid.hashed_tokens >= news
 
     @property
     def num_in_flight(self) -> int:
@@ -125,12 +123,11 @@ class RequestLedger:
 
     def progress(self, ref: ChunkRef) -> ChunkProgress:
         """How far one chunk has come."""
-        row = self._progress[ref.group_id]
-        return ChunkProgress(row[ref.chunk]) if ref.chunk < len(row) else ChunkProgress.OPEN
+        return ChunkProgress(self._code(ref))
 
     def is_taken(self, ref: ChunkRef) -> bool:
         """Whether a chunk is stored or on its way."""
-        return self.progress(ref) in _TAKEN
+        return self._code(ref) in _TAKEN
 
     def open_chunks(self, group_id: GroupId, stop: int) -> list[int]:
         """The chunks before `stop` that are still on the device and not stored."""
@@ -193,17 +190,17 @@ class RequestLedger:
         for load in plan.loads:
             for index in load.chunks:
                 ref = ChunkRef(load.group_id, index)
-                if self.progress(ref) is not ChunkProgress.IN_FLIGHT:
+                if self._code(ref) != ChunkProgress.IN_FLIGHT:
                     self._mark(ref, ChunkProgress.STORED)
 
     def preempt(self) -> None:
         """The engine took the request's blocks; what is stored or in flight stays so."""
-        self._device = _OnDevice()
+        self._device = _OnDevice(self._next_end(0))
 
     def end(self) -> None:
         """The request was finished or aborted: nothing new is stored, stores in flight settle."""
         self._has_ended = True
-        self._device = _OnDevice()
+        self._device = _OnDevice(sys.maxsize)
 
     def begin(self, refs: Iterable[ChunkRef]) -> None:
         """Stores of these chunks start now; what was not taken waits for the next news.
@@ -215,13 +212,13 @@ class RequestLedger:
         """
         refs = list(refs)
         for ref in refs:
-            if self.progress(ref) is not ChunkProgress.OPEN:
+            if self._code(ref) != ChunkProgress.OPEN:
                 raise ValueError(f"{ref} cannot be stored: it is {self.progress(ref).name}")
         if len(set(refs)) < len(refs):
             raise ValueError("a chunk is named twice")
         for ref in refs:
             self._mark(ref, ChunkProgress.IN_FLIGHT)
-        self._device.planned_tokens = self.storable_tokens
+        self._device.news_tokens = self._next_end(self.storable_tokens)
         self._device.has_retry = False
         self._device.offers.clear()
 
@@ -235,7 +232,7 @@ class RequestLedger:
         """
         stored, failed = list(stored), list(failed)
         for ref in (*stored, *failed):
-            if self.progress(ref) is not ChunkProgress.IN_FLIGHT:
+            if self._code(ref) != ChunkProgress.IN_FLIGHT:
                 raise ValueError(f"{ref} is {self.progress(ref).name}, not in flight")
         for ref in stored:
             self._mark(ref, ChunkProgress.STORED)
@@ -255,10 +252,10 @@ class RequestLedger:
         if self._has_ended:
             raise ValueError("the request has ended")
 
-    def _tokens_to_next_end(self) -> int:
-        """How many more storable tokens complete another attention chunk."""
-        planned = self._device.planned_tokens
-        return min((size - planned % size for size in self._chunk_sizes), default=sys.maxsize)
+    def _next_end(self, num_tokens: int) -> int:
+        """Where the first attention chunk ends that so many tokens do not complete."""
+        sizes = self.grid.geometry.attention_sizes
+        return min([floor_to(num_tokens, size) + size for size in sizes], default=sys.maxsize)
 
     def _first_kept(self, group_id: GroupId) -> int:
         """The first chunk whose blocks the engine has not taken back.
@@ -271,6 +268,11 @@ class RequestLedger:
             return 0
         seen = max(0, self._device.step_start - window + 1)
         return ceil_div(floor_to(seen, chunks.group.block_tokens), chunks.chunk_tokens)
+
+    def _code(self, ref: ChunkRef) -> int:
+        """A `ChunkProgress`, without making one."""
+        row = self._progress[ref.group_id]
+        return row[ref.chunk] if ref.chunk < len(row) else ChunkProgress.OPEN
 
     def _mark(self, ref: ChunkRef, progress: ChunkProgress) -> None:
         row = self._progress[ref.group_id]

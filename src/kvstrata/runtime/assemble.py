@@ -31,8 +31,8 @@ from kvstrata.tiers.host_memory import HostMemoryIndex
 from kvstrata.tiers.registry import open_store
 from kvstrata.tiers.unavailable import UnavailableStore
 from kvstrata.transfers.cache_views import CacheViews
+from kvstrata.transfers.copiers import make_copier
 from kvstrata.transfers.copy_queue import CopyQueue
-from kvstrata.transfers.plain_copier import PlainCopier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -122,9 +122,9 @@ def _open_memory(
             opened.callback(tiers[-1].close)
         arena = HostArena(config.host.capacity)
         arena.pin()
-        copies = CopyQueue(PlainCopier(views, arena))
+        copies = CopyQueue(make_copier(views, arena))
         opened.pop_all()
-    return RankMemory(arena, copies, tiers, namespace.fingerprint)
+    return RankMemory(arena, copies, tiers)
 
 
 def _open_store(config: TierConfig, namespace: Namespace, rank: Rank) -> ChunkStore:

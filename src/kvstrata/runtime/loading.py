@@ -5,7 +5,6 @@ Ownership: scheduler thread only.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.lookups import ChunkLookup
@@ -96,7 +95,7 @@ class Loading:
             plan = self._with_lasting_obstacles(request, plan)
         was_too_slow = bool(plan.loads) and not self._is_worth(request, plan)
         if was_too_slow:
-            plan = replace(plan, num_tokens=local_tokens, loads=())
+            plan = plan._replace(num_tokens=local_tokens, loads=())
         request.plan = plan
         request.verdict = Verdict(now - request.asked_at, ran_out_of_time, was_too_slow)
         return Match(plan.external_tokens)
@@ -157,7 +156,7 @@ class Loading:
         if all(obstacle.lookup not in _CAN_ARRIVE for obstacle in plan.obstacles):
             return plan
         awaited = request.choose_awaited(self._stack.lookup, plan.local_tokens)
-        return replace(plan, obstacles=awaited.obstacles)
+        return plan._replace(obstacles=awaited.obstacles)
 
     def _is_worth(self, request: TrackedRequest, plan: LoadPlan) -> bool:
         """Whether to load; now and then also what seems too slow, so that speeds stay measured."""

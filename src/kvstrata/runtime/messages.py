@@ -12,7 +12,7 @@ import msgspec
 
 from kvstrata import errors
 from kvstrata.core.chunk_label import ChunkLabel
-from kvstrata.core.ids import BlockHash, ChunkKey, GroupId
+from kvstrata.core.ids import BlockHash, ChunkKey
 from kvstrata.core.layout import GroupKind
 from kvstrata.core.outcomes import TierOutcome
 from kvstrata.core.spans import TokenSpan
@@ -20,7 +20,7 @@ from kvstrata.errors import TierError
 from kvstrata.hierarchy.ranks import Placed
 from kvstrata.hierarchy.tier_io import IOReport
 from kvstrata.tiers.room import Extent
-from kvstrata.transfers.copy_queue import ChunkCopy, CopyJob, CopyReport
+from kvstrata.transfers.copy_queue import CopyJob, CopyReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,59 +83,11 @@ class TierJobMessage(_Message, frozen=True, array_like=True):
     seconds_left: float
 
 
-class ChunkCopyMessage(_Message, frozen=True, array_like=True):
-    """One chunk between device and arena."""
-
-    key: bytes
-    group_id: int
-    extents: tuple[tuple[int, int], ...]
-    payload_bytes: int
-    rows: tuple[int, ...]
-    first_row: int
-
-    @classmethod
-    def of(cls, copy: ChunkCopy) -> ChunkCopyMessage:
-        """Ready to be sent."""
-        return cls(
-            copy.key, copy.group_id, copy.extents, copy.payload_bytes, copy.rows, copy.first_row
-        )
-
-    def read(self) -> ChunkCopy:
-        """As it was before."""
-        return ChunkCopy(
-            ChunkKey(self.key),
-            GroupId(self.group_id),
-            _extents(self.extents),
-            self.payload_bytes,
-            self.rows,
-            self.first_row,
-        )
-
-
-class CopyJobMessage(_Message, frozen=True, array_like=True):
-    """Copies that are reported together."""
-
-    job_id: int
-    chunks: tuple[ChunkCopyMessage, ...]
-    waiting_request: str | None
-
-    @classmethod
-    def of(cls, job: CopyJob) -> CopyJobMessage:
-        """Ready to be sent."""
-        chunks = tuple(map(ChunkCopyMessage.of, job.chunks))
-        return cls(job.job_id, chunks, job.waiting_request)
-
-    def read(self) -> CopyJob:
-        """As it was before."""
-        chunks = tuple(chunk.read() for chunk in self.chunks)
-        return CopyJob(self.job_id, chunks, self.waiting_request)
-
-
 class StepMessage(_Message, frozen=True, array_like=True):
     """From the scheduler half to every rank."""
 
     tier_jobs: tuple[TierJobMessage, ...] = ()
-    copies: tuple[CopyJobMessage, ...] = ()
+    copies: tuple[CopyJob, ...] = ()
     lost_loads: tuple[str, ...] = ()
     """Requests that wait for a load which cannot be done: ranks report it as failed."""
 
@@ -210,38 +162,23 @@ class TierReportMessage(_Message, frozen=True, array_like=True):
         )
 
 
-class CopyReportMessage(_Message, frozen=True, array_like=True):
-    """How copies ended on a rank."""
-
-    job_id: int
-    failed: tuple[bytes, ...]
-    num_bytes: int
-    seconds: float
-
-    @classmethod
-    def of(cls, report: CopyReport) -> CopyReportMessage:
-        """Ready to be sent."""
-        return cls(report.job_id, tuple(report.failed), report.num_bytes, report.seconds)
-
-    def read(self) -> CopyReport:
-        """As it was before."""
-        return CopyReport(self.job_id, _keys(self.failed), self.num_bytes, self.seconds)
-
-
 class RankReport(_Message, frozen=True, array_like=True):
     """From a rank to the scheduler half."""
 
     tier_reports: tuple[TierReportMessage, ...] = ()
-    copy_reports: tuple[CopyReportMessage, ...] = ()
+    copy_reports: tuple[CopyReport, ...] = ()
     evicted: tuple[tuple[bytes, ...], ...] = ()
     """By tier: chunks that it let go of by itself."""
-    namespace: str = ""
-    """The fingerprint under which the rank keeps chunks; equal on all ranks."""
 
 
 encode: Final = msgspec.msgpack.encode
 decode_step: Final = msgspec.msgpack.Decoder(StepMessage).decode
 decode_report: Final = msgspec.msgpack.Decoder(RankReport).decode
+
+NO_WORK: Final = encode(StepMessage())
+"""The message of a step with nothing to do; most decode steps have none."""
+NO_NEWS: Final = encode(RankReport())
+"""The report of a step in which nothing has ended."""
 
 _FAULTS: Final[dict[str, type[TierError]]] = {
     kind.__name__: kind

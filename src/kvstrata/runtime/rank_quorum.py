@@ -44,6 +44,8 @@ class RankQuorum:
         if len(reports) < self._num_ranks:
             return None
         del self._reports[report.job_id]
+        if self._num_ranks == 1:
+            return report
         failed: frozenset[ChunkKey] = frozenset().union(*(r.failed for r in reports.values()))
         return CopyReport(
             report.job_id,

@@ -53,6 +53,7 @@ class Recorder:
     ) -> None:
         self.counters = Counters()
         self.tracker = tracker
+        self._tier_names = tuple(tier_names)
         self._history = ChunkHistory(clock, tier_names)
         self.explanations = Explanations(self._history)
         self._tiers_with = tiers_with
@@ -61,9 +62,10 @@ class Recorder:
 
     def admitted(self, request: TrackedRequest, external_tokens: int) -> None:
         """A request was given blocks; one with a load is counted when the load is done."""
-        if not external_tokens:
+        if external_tokens:
+            self.explanations.keep(request)
+        else:
             self._count(request, request.plan, 0)
-        self.explanations.keep(request)
 
     def described(self, request: TrackedRequest, refs: Iterable[ChunkRef]) -> None:
         """Chunks of a request are stored or loaded: what they announce is known while it lives."""
@@ -87,21 +89,20 @@ class Recorder:
 
     def refused(self, num_chunks: int) -> None:
         """Chunks found no room."""
-        if num_chunks:
-            self.counters.add(metrics.STORES_REFUSED, num_chunks)
+        self.counters.add(metrics.STORES_REFUSED, num_chunks)
 
     def stored(self, labels: Sequence[ChunkLabel], report: CopyReport) -> None:
         """Chunks are in host memory, on every rank."""
         self.counters.add(metrics.STORE_SECONDS, report.seconds)
         for label in labels:
             self.counters.add(metrics.STORE_BYTES, label.payload_bytes, label.group_id)
+        for label in labels if self.tracker.is_on else ():
             self.tracker.stored(label.key, HOST)
 
     def evicted(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks left host memory to make room."""
-        if keys:
-            self.counters.add(metrics.EVICTIONS, len(keys), HOST)
-            self.left_host(keys)
+        self.counters.add(metrics.EVICTIONS, len(keys), HOST)
+        self.left_host(keys)
 
     def evicted_below(self, tier: str, keys: Sequence[ChunkKey]) -> None:
         """Chunks left a lower tier to make room."""
@@ -116,9 +117,16 @@ class Recorder:
             self.tracker.removed(key, HOST)
             self._origins.pop(key, None)
 
+    def out_of_reach(self) -> None:
+        """Nothing that is in the tiers below now will be offered again."""
+        for tier in self._tier_names:
+            for key in self.tracker.residencies(tier):
+                self.tracker.removed(key, tier)
+
     def tiers_changed(self, changes: Changes) -> None:
         """What the tiers below have reported."""
-        self.evicted(changes.evicted)
+        if changes.evicted:
+            self.evicted(changes.evicted)
         for tier, key in changes.arrived:
             self._origins[key] = tier
             self.tracker.stored(key, HOST)

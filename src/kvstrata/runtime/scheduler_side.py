@@ -27,7 +27,7 @@ from kvstrata.core.ids import ChunkKey
 from kvstrata.core.lookups import ChunkLookup
 from kvstrata.runtime.lazy_stores import LazyStores
 from kvstrata.runtime.loading import Loading
-from kvstrata.runtime.messages import CopyJobMessage, StepMessage, decode_report, encode
+from kvstrata.runtime.messages import NO_NEWS, NO_WORK, StepMessage, decode_report, encode
 from kvstrata.runtime.rank_quorum import RankQuorum
 from kvstrata.runtime.recorder import Recorder
 from kvstrata.runtime.seam import EndedLoads, Match
@@ -87,6 +87,9 @@ class Announcing:
     """None: the engine takes the events and publishes them."""
 
 
+_NONE_ENDED: Final = EndedLoads()
+
+
 def _no_match() -> Match | None:
     return Match(0)
 
@@ -118,6 +121,8 @@ class SchedulerSide:
         self._geometry = geometry
         self._wiring = wiring
         self._stack = wiring.stack
+        self._has_tiers = bool(wiring.channels)
+        """Whether there are tiers below; without them nothing is brought up or reported."""
         self._clock = clock
         self._requests: dict[str, TrackedRequest] = {}
         self._speeds = MeasuredSpeeds(clock)
@@ -133,7 +138,7 @@ class SchedulerSide:
         self._lost_loads: list[str] = []
         self._evicted: list[tuple[int, ChunkKey]] = []
         """What tiers let go of by themselves, by their position."""
-        self._ended_loads = EndedLoads()
+        self._ended_loads = _NONE_ENDED
         self.hook_faults: Counter[str] = Counter()
 
     @property
@@ -153,7 +158,8 @@ class SchedulerSide:
         """Start to find out what is known about its chunks."""
         tracked = TrackedRequest(request, self._geometry)
         self._requests[request.request_id] = tracked
-        self._loading.arrive(tracked)
+        if self._has_tiers:
+            self._loading.arrive(tracked)
 
     @shielded(_no_match)
     def match(self, request_id: str, local_tokens: int) -> Match | None:
@@ -181,20 +187,25 @@ class SchedulerSide:
         Whatever fails here, what was promised to requests is sent.
         """
         self._follow(progress)
-        self._prefetch()
+        if self._has_tiers:
+            self._prefetch()
+        if not (self._to_send or self._lost_loads or self._wiring.outbox):
+            return NO_WORK
         copies, self._to_send = self._to_send, []
         lost, self._lost_loads = self._lost_loads, []
-        jobs = tuple(map(CopyJobMessage.of, copies))
-        return encode(StepMessage(self._wiring.outbox.take(), jobs, tuple(lost)))
+        return encode(StepMessage(self._wiring.outbox.take(), tuple(copies), tuple(lost)))
 
     def report(self, reports: Sequence[bytes]) -> EndedLoads:
         """Settle what every rank has reported."""
         self._time_step()
         for rank, data in enumerate(reports):
-            self._take(rank, data)
-        self._poll()
-        self._publish()
-        ended, self._ended_loads = self._ended_loads, EndedLoads()
+            if data and data != NO_NEWS:
+                self._take(rank, data)
+        if self._has_tiers:
+            self._poll()
+        if self._publisher:
+            self._publish(self._publisher)
+        ended, self._ended_loads = self._ended_loads, _NONE_ENDED
         return ended
 
     @shielded(lambda: None)
@@ -221,6 +232,7 @@ class SchedulerSide:
         stores stays its own until it ends. What requests have computed before is not stored.
         """
         self.reset()
+        self._recorder.out_of_reach()
         self._geometry = self._geometry.renewed(secrets.token_bytes(_GENERATION_BYTES))
         self._lazy = LazyStores(self._context, self._geometry) if self._is_lazy else None
         self._requests = {
@@ -232,6 +244,12 @@ class SchedulerSide:
     def let_blocks_go(self) -> None:
         """The engine needs all its blocks: stores under way will not count."""
         self._stores.void()
+
+    @shielded(lambda: None)
+    def announce_again(self) -> None:
+        """The engine's readers were told that nothing is cached: say again what is."""
+        if self._publisher is None:
+            self.tracker.announce_again()
 
     @shielded(_no_events)
     def take_events(self) -> Sequence[object]:
@@ -333,7 +351,8 @@ class SchedulerSide:
         if request.is_stale:
             return
         sources = choose_sources(self._config.store, request, running, self._context)
-        self._store(request, sources)
+        if sources:
+            self._store(request, sources)
 
     @shielded(lambda: None)
     def _prefetch(self) -> None:
@@ -344,8 +363,6 @@ class SchedulerSide:
 
     def _store(self, request: TrackedRequest, sources: Sequence[StoreSource]) -> None:
         """Store now, or remember for later."""
-        if not sources:
-            return
         self._recorder.described(request, [source.ref for source in sources])
         if self._lazy is None:
             self._begin(sources, request)
@@ -357,8 +374,10 @@ class SchedulerSide:
 
     def _begin(self, sources: Sequence[StoreSource], request: TrackedRequest | None) -> None:
         started = self._stores.start(sources, None if request is None else request.ledger)
-        self._recorder.evicted(started.evicted)
-        self._recorder.refused(started.num_refused)
+        if started.evicted:
+            self._recorder.evicted(started.evicted)
+        if started.num_refused:
+            self._recorder.refused(started.num_refused)
         if started.job is not None:
             self._quorum.expect(started.job.job_id)
             self._to_send.append(started.job)
@@ -370,15 +389,13 @@ class SchedulerSide:
     @shielded(lambda: None)
     def _take(self, rank: int, data: bytes) -> None:
         """Take in one rank's report."""
-        if not data:
-            return
         report = decode_report(data)
         for tier, keys in enumerate(report.evicted):
             self._evicted.extend((tier, ChunkKey(key)) for key in keys)
         for tier_report in report.tier_reports:
             self._wiring.channels[tier_report.tier][rank].deliver(tier_report.read())
         for copy_report in report.copy_reports:
-            outcome = self._quorum.count(rank, copy_report.read())
+            outcome = self._quorum.count(rank, copy_report)
             if outcome is not None:
                 self._copied(outcome)
 
@@ -400,8 +417,9 @@ class SchedulerSide:
 
     def _forget_if_settled(self, ledger: RequestLedger) -> None:
         """What an ended request's chunks announce is not needed once its stores have settled."""
-        is_settled = ledger.has_ended and not ledger.num_in_flight
-        if not is_settled or self._lazy is not None or not self.tracker.is_on:
+        if self._lazy is not None or not self.tracker.is_on:
+            return
+        if not ledger.has_ended or ledger.num_in_flight:
             return
         keys = list(ledger.grid.all_keys())
         codes = self._stack.host.lookup(keys)
@@ -427,12 +445,13 @@ class SchedulerSide:
                 request.lose(changes.lost)
 
     @shielded(lambda: None)
-    def _publish(self) -> None:
-        if self._publisher:
-            self._publisher.publish(self.tracker.take_events())
+    def _publish(self, publisher: EventPublisher) -> None:
+        publisher.publish(self.tracker.take_events())
 
     def _take_evicted(self) -> None:
         """Tiers let go of chunks by themselves."""
+        if not self._evicted:
+            return
         evicted, self._evicted = self._evicted, []
         for tier, pairs in itertools.groupby(sorted(evicted), key=itemgetter(0)):
             keys = [key for _, key in pairs]

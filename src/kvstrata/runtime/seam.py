@@ -126,9 +126,8 @@ class OfferedState:
     """The state is the one after this many tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestProgress:
-    """What a step does for one request."""
+class RequestProgress(NamedTuple):
+    """What a step does for one request; made for every running one in every step."""
 
     request_id: str
     computed_tokens: int

@@ -39,13 +39,11 @@ class MeasuredSpeeds:
 
     def step_planned(self, progress: StepProgress) -> None:
         """A step with so many new tokens starts now."""
-        before, self._computed = (
-            self._computed,
-            {running.request_id: running.computed_tokens for running in progress.running},
-        )
-        self._step_tokens = sum(
-            stop - before.get(name, 0) for name, stop in self._computed.items() if name in before
-        )
+        before, self._computed = self._computed, {}
+        self._step_tokens = 0
+        for name, stop, _ in progress.running:
+            self._computed[name] = stop
+            self._step_tokens += stop - before.get(name, stop)
         self._step_started = self._clock()
 
     def step_reported(self) -> None:

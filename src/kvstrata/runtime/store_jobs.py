@@ -107,7 +107,8 @@ class StoreJobs:
         if ledger:
             known = [by_key[key].ref for key in room.known]
             ledger.begin([source.ref for source in chosen] + known)
-            ledger.settle(known)
+            if known:
+                ledger.settle(known)
         if not chosen:
             return StartedStore(None, room.evicted, len(room.refused))
         store = Store(ledger, chosen)
@@ -125,8 +126,9 @@ class StoreJobs:
             return None
         if not store.is_void:
             self._context.free_blocks(store.blocks)
-        done = [s for s in store.sources if s.label.key not in report.failed and not store.is_void]
-        failed = [source for source in store.sources if source not in done]
+        lost = frozenset(_keys(store.sources)) if store.is_void else report.failed
+        done = [source for source in store.sources if source.label.key not in lost]
+        failed = [source for source in store.sources if source.label.key in lost]
         self._host.settle(_keys(done), _keys(failed))
         if store.ledger:
             store.ledger.settle(_refs(done), _refs(failed))

@@ -58,10 +58,11 @@ def choose_sources(
 
 def _limit(config: StoreConfig, request: TrackedRequest) -> int | None:
     """Nothing that ends beyond this is stored."""
-    limits = [request.new.limits.max_offload_tokens]
-    if not config.decode:
-        limits.append(request.new.num_prompt_tokens)
-    return min((limit for limit in limits if limit is not None), default=None)
+    limit = request.new.limits.max_offload_tokens
+    if config.decode:
+        return limit
+    prompt = request.new.num_prompt_tokens
+    return prompt if limit is None else min(limit, prompt)
 
 
 def _sources(

@@ -5,7 +5,6 @@ Ownership: scheduler thread only; dropped when the request has ended and its las
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.core.chunk_grid import ChunkGrid
@@ -99,7 +98,7 @@ class TrackedRequest:
         """The request was given blocks and computes what it has not got."""
         plan = self.plan
         if plan is not None and plan.local_tokens and not self.ledger.computed_tokens:
-            self.ledger.resume(replace(plan, num_tokens=plan.local_tokens, loads=()))
+            self.ledger.resume(plan._replace(num_tokens=plan.local_tokens, loads=()))
 
     def preempt(self) -> None:
         """The engine took the request's blocks; it starts again."""

@@ -18,9 +18,9 @@ from kvstrata.core.ids import ChunkKey
 from kvstrata.core.outcomes import Deadline
 from kvstrata.hierarchy.task_queue import Verb
 from kvstrata.runtime.messages import (
-    CopyReportMessage,
+    NO_NEWS,
+    NO_WORK,
     RankReport,
-    StepMessage,
     TierReportMessage,
     decode_step,
     encode,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvstrata.core.layout import KVLayout
     from kvstrata.hierarchy.tier_io import TierIO
-    from kvstrata.runtime.messages import TierJobMessage
+    from kvstrata.runtime.messages import StepMessage, TierJobMessage
     from kvstrata.tiers.host_arena import HostArena
     from kvstrata.transfers.cache_views import LayerCache
     from kvstrata.transfers.copy_queue import CopyJob, CopyQueue, CopyReport
@@ -45,20 +45,12 @@ class RankMemory:
         arena: its memory for chunks.
         copies: its way between arena and device.
         tiers: its traffic with each lower tier, in the order of the configuration.
-        namespace: the fingerprint under which it keeps chunks.
     """
 
-    def __init__(
-        self,
-        arena: HostArena,
-        copies: CopyQueue,
-        tiers: Sequence[TierIO],
-        namespace: str,
-    ) -> None:
+    def __init__(self, arena: HostArena, copies: CopyQueue, tiers: Sequence[TierIO]) -> None:
         self.arena = arena
         self.copies = copies
         self.tiers = tuple(tiers)
-        self.namespace = namespace
 
     def close(self) -> None:
         """Stop all threads and give the arena back; a hung medium keeps its memory."""
@@ -85,7 +77,6 @@ class WorkerSide:
         self._rank = rank
         self._open_memory = open_memory
         self._memory: RankMemory | None = None
-        self._message = StepMessage()
         self._stores: list[CopyJob] = []
         self._waiting: dict[int, str] = {}
         """Requests that wait for loads of this rank, by job."""
@@ -105,15 +96,8 @@ class WorkerSide:
     def start_step(self, message: bytes) -> None:
         """Start loads and tier jobs."""
         self.start_stores()
-        memory = self._opened
-        self._message = decode_step(message)
-        jobs = [job.read() for job in self._message.copies]
-        self._stores = [job for job in jobs if not job.is_load]
-        memory.copies.submit([job for job in jobs if job.is_load])
-        self._waiting |= {job.job_id: job.waiting_request for job in jobs if job.waiting_request}
-        self._ended = self._ended.with_failed(self._message.lost_loads)
-        for tier_job in self._message.tier_jobs:
-            self._start(memory, tier_job)
+        if message != NO_WORK:
+            self._start_work(self._opened, decode_step(message))
 
     def finish_step(self) -> bytes:
         """Start stores, and say what has ended."""
@@ -122,8 +106,9 @@ class WorkerSide:
 
     def start_stores(self) -> None:
         """The step has been computed: start its stores. Does nothing on successive calls."""
-        stores, self._stores = self._stores, []
-        self._opened.copies.submit(stores)
+        if self._stores:
+            stores, self._stores = self._stores, []
+            self._opened.copies.submit(stores)
 
     def report(self) -> bytes:
         """Say what has ended since the last report."""
@@ -131,18 +116,14 @@ class WorkerSide:
         copy_reports = memory.copies.take_reports()
         for report in copy_reports:
             self._note_end(report)
-        return encode(
-            RankReport(
-                tier_reports=tuple(
-                    TierReportMessage.of(index, report)
-                    for index, tier in enumerate(memory.tiers)
-                    for report in tier.take_reports()
-                ),
-                copy_reports=tuple(map(CopyReportMessage.of, copy_reports)),
-                evicted=tuple(tuple(tier.take_evicted()) for tier in memory.tiers),
-                namespace=memory.namespace,
-            )
-        )
+        tier_reports: list[TierReportMessage] = []
+        evicted: list[tuple[ChunkKey, ...]] = []
+        for index, tier in enumerate(memory.tiers):
+            tier_reports.extend(TierReportMessage.of(index, r) for r in tier.take_reports())
+            evicted.append(tuple(tier.take_evicted()))
+        if not (copy_reports or tier_reports or any(evicted)):
+            return NO_NEWS
+        return encode(RankReport(tuple(tier_reports), tuple(copy_reports), tuple(evicted)))
 
     def take_ended_loads(self) -> EndedLoads:
         """Hand over the requests whose loads ended on this rank, for engines that ask ranks."""
@@ -159,6 +140,16 @@ class WorkerSide:
     def _opened(self) -> RankMemory:
         assert self._memory is not None, "register_caches comes first"
         return self._memory
+
+    def _start_work(self, memory: RankMemory, message: StepMessage) -> None:
+        jobs = message.copies
+        self._stores = [job for job in jobs if not job.is_load]
+        memory.copies.submit([job for job in jobs if job.is_load])
+        self._waiting |= {job.job_id: job.waiting_request for job in jobs if job.waiting_request}
+        if message.lost_loads:
+            self._ended = self._ended.with_failed(message.lost_loads)
+        for tier_job in message.tier_jobs:
+            self._start(memory, tier_job)
 
     def _note_end(self, report: CopyReport) -> None:
         request_id = self._waiting.pop(report.job_id, None)

@@ -8,6 +8,7 @@ copies to it run at full speed without a staging buffer.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from kvstrata.tiers.room import Extent
 
 _HUGE_PAGE: Final = getattr(mmap, "MADV_HUGEPAGE", None)
+_PORTABLE: Final = 1
+_MAPPED: Final = 2
+"""How memory is registered: for every context, and within the reach of kernels."""
 _SHARED_FOLDER: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory lies on Linux
 
 
@@ -46,7 +50,8 @@ class HostArena:
         _check_memory(capacity_bytes)
         self.num_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES
         self._shared_path = shared_name and f"{_SHARED_FOLDER}/{shared_name}"
-        self._is_pinned = False
+        self.is_pinned = False
+        """Whether a GPU reads and writes it straight over the bus."""
         self._is_new = True
         try:
             self._memory = self._map()
@@ -71,9 +76,14 @@ class HostArena:
 
     def pin(self) -> bool:
         """Register the memory with the GPU driver; whether there is one. Idempotent."""
-        if not self._is_pinned:
-            self._is_pinned = _register(self._view)
-        return self._is_pinned
+        if not self.is_pinned:
+            self.is_pinned = _register(self._view)
+        return self.is_pinned
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def close(self) -> None:
         """Give the memory back, and its name. Does nothing on successive calls.
@@ -81,9 +91,9 @@ class HostArena:
         Raises:
             BufferError: somebody still holds a part of it.
         """
-        if self._is_pinned:
+        if self.is_pinned:
             _unregister(self._view)
-            self._is_pinned = False
+            self.is_pinned = False
         self._view.release()
         self._memory.close()
         if self._shared_path:
@@ -136,7 +146,8 @@ def _register(view: memoryview) -> bool:
     if not torch.cuda.is_available():
         return False
     memory = torch.frombuffer(view, dtype=torch.uint8)
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+    flags = _PORTABLE | _MAPPED
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags)) == 0
 
 
 def _unregister(view: memoryview) -> None:

@@ -115,8 +115,8 @@ class HostMemoryIndex:
         granted: dict[ChunkKey, tuple[Extent, ...]] = {}
         evicted: list[ChunkKey] = []
         wanted = dict(zip(keys, sizes, strict=True))
-        known = frozenset(key for key in wanted if key in self._residents)
-        stays = {key for key in (*known, *keep) if key in self._residents}
+        known = frozenset(wanted.keys() & self._residents.keys())
+        stays = known.union(key for key in keep if key in self._residents)
         for key, size in wanted.items():
             if key in known:
                 continue
@@ -225,18 +225,24 @@ class HostMemoryIndex:
     def _make_room(
         self, num_bytes: int, evicted: list[ChunkKey], stays: Collection[ChunkKey]
     ) -> tuple[Extent, ...] | None:
-        if ceil_div(num_bytes, PAGE_BYTES) > self._room.free_pages + self._free_to_go(stays):
+        num_pages = ceil_div(num_bytes, PAGE_BYTES)
+        if num_pages > self._room.free_pages + self._free_to_go(stays):
             return None
         while (extents := self._room.take(num_bytes)) is None:
             victim = self._policy.evict(lambda key: key not in stays and self._may_leave(key))
             if victim is None:
                 return None
-            self._drop(victim)
             evicted.append(victim)
+            left = self._forget(victim)
+            if [extent.num_pages for extent in left] == [num_pages]:
+                return left  # what a full arena of equal chunks does all the time
+            self._room.give_back(left)
         return extents
 
     def _free_to_go(self, stays: Collection[ChunkKey]) -> int:
         """Pages of READY chunks that nobody holds, but for those that stay."""
+        if not stays:
+            return self._idle_pages
         staying = (self._residents[key] for key in stays if self._may_leave(key))
         return self._idle_pages - sum(resident.num_pages for resident in staying)
 
@@ -245,7 +251,11 @@ class HostMemoryIndex:
         return resident.is_ready and not resident.num_leases
 
     def _drop(self, key: ChunkKey) -> None:
+        self._room.give_back(self._forget(key))
+
+    def _forget(self, key: ChunkKey) -> tuple[Extent, ...]:
+        """Take a chunk out of the index; its room."""
         resident = self._residents.pop(key)
         self._idle_pages -= resident.num_pages if resident.is_ready else 0
-        self._room.give_back(resident.extents)
         del self._codes[key]
+        return resident.extents

@@ -72,7 +72,7 @@ class CacheViews:
             t.untyped_storage().data_ptr(): _bytes_of(t) for ts in tensors.values() for t in ts
         }
         matrices = [_matrix(storages[m.storage], m) for m in self.canonical.matrices]
-        self._pieces = [
+        self.pieces = [
             [matrices[p.matrix][:, p.start : p.start + p.length] for p in pages.pieces]
             for pages in self.canonical.groups
         ]
@@ -93,7 +93,7 @@ class CacheViews:
         engine in the same process waits for.
         """
         index = self._index(rows)
-        pieces = self._pieces[group_id]
+        pieces = self.pieces[group_id]
         parts = payload.split([piece.shape[1] * len(rows) for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
             torch.index_select(piece, 0, index, out=part.view(len(rows), -1))
@@ -120,7 +120,7 @@ class CacheViews:
                 f"[{first_row}, {first_row + len(rows)}) of {pages.row_bytes} bytes"
             )
         index = self._index(rows)
-        pieces = self._pieces[group_id]
+        pieces = self.pieces[group_id]
         parts = payload.split([piece.shape[1] * num_rows for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
             source = part.view(num_rows, -1)[first_row : first_row + len(rows)]

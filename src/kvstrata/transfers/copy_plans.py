@@ -65,11 +65,13 @@ def rows_to_store(grid: ChunkGrid, ref: ChunkRef, table: Sequence[int]) -> tuple
     blocks = table[rows.start // size : (rows.stop - 1) // size + 1]
     if NULL_BLOCK in blocks or len(blocks) * size < len(rows):
         return None
-    return tuple(device_rows(table, rows, size))
+    return tuple(blocks if size == 1 else device_rows(table, rows, size))
 
 
 def blocks_of(rows: Sequence[int], rows_per_block: int) -> list[int]:
     """The blocks that rows lie in, each once."""
+    if rows_per_block == 1:
+        return list(dict.fromkeys(rows))
     return list(dict.fromkeys(row // rows_per_block for row in rows))
 
 

@@ -1,10 +1,11 @@
 """Copies between an engine's caches and a rank's arena, on a thread of their own.
 
 Loads go before stores: a request waits for a load, nobody waits for a store. A copy that has begun
-is finished; nothing is cancelled, so memory is never written to after its copy was reported.
+is finished; nothing is cancelled, so memory is never written to after its copy was reported. Jobs
+and reports travel between the halves as they are.
 
-Ownership: the thread owns the job it works on; the two queues are handed over under a lock; reports
-pile up in a deque that one side appends to and the other empties.
+Ownership: the thread owns the job it works on; jobs and reports lie in deques that one side appends
+to and the other empties. The thread sleeps until it is called, once for each job.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from kvstrata.core.ids import ChunkKey, GroupId
+from kvstrata.tiers.room import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstrata.core.ids import ChunkKey, GroupId
-    from kvstrata.tiers.room import Extent
-
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkCopy:
+class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
     """One chunk between the device and the arena."""
 
     key: ChunkKey
@@ -39,8 +41,7 @@ class ChunkCopy:
     """Loads: rows of the payload before the first that is copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyJob:
+class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     """Chunks that are copied and reported together."""
 
     job_id: int
@@ -54,8 +55,7 @@ class CopyJob:
         return self.waiting_request is not None
 
 
-@dataclass(frozen=True, slots=True)
-class CopyReport:
+class CopyReport(msgspec.Struct, frozen=True, array_like=True):
     """How a job ended on this rank."""
 
     job_id: int
@@ -65,15 +65,68 @@ class CopyReport:
 
 
 class Copier(Protocol):
-    """Moves one chunk's bytes. Called on the queue's thread."""
+    """Moves jobs."""
+
+    def mark(self) -> object:
+        """What the device will have done before a job that is submitted now.
+
+        Called on the rank's thread; returns at once.
+        """
+        ...
+
+    def run(self, job: CopyJob, mark: object) -> frozenset[ChunkKey]:
+        """Move a job's bytes, after what its mark stands for; the keys of chunks that failed.
+
+        Called on the queue's thread; the other chunks' bytes are there when it returns.
+        """
+        ...
+
+
+class ChunkCopier(Protocol):
+    """Moves one chunk's bytes, which are there when a call returns."""
 
     def load(self, copy: ChunkCopy) -> None:
-        """From the arena to the device; the bytes are there when it returns."""
+        """From the arena to the device."""
         ...
 
     def store(self, copy: ChunkCopy) -> None:
-        """From the device to the arena; the bytes are there when it returns."""
+        """From the device to the arena."""
         ...
+
+
+class OneByOne:
+    """Moves jobs chunk by chunk, on a device that has done everything before anything is submitted.
+
+    Args:
+        copier: moves a chunk.
+    """
+
+    def __init__(self, copier: ChunkCopier) -> None:
+        self._copier = copier
+
+    def mark(self) -> object:
+        """Nothing is under way."""
+        return None
+
+    def run(self, job: CopyJob, mark: object) -> frozenset[ChunkKey]:  # noqa: ARG002
+        """Move chunk after chunk; the fault of one is not the others'."""
+        move = self._copier.load if job.is_load else self._copier.store
+        failed: set[ChunkKey] = set()
+        for copy in job.chunks:
+            try:
+                move(copy)
+            except Exception:  # noqa: BLE001 - a fault costs this chunk, never the thread
+                if not failed:  # one device, one cause: the first says it for all
+                    _log.exception("a copy of %s failed", copy.key.hex())
+                failed.add(copy.key)
+        return frozenset(failed)
+
+
+class _Submitted(NamedTuple):
+    """A job that waits, and what it comes after."""
+
+    job: CopyJob
+    mark: object
 
 
 class CopyQueue:
@@ -85,10 +138,11 @@ class CopyQueue:
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
-        self._loads: deque[CopyJob] = deque()
-        self._stores: deque[CopyJob] = deque()
+        self._loads: deque[_Submitted] = deque()
+        self._stores: deque[_Submitted] = deque()
         self._reports: deque[CopyReport] = deque()
-        self._changed = threading.Condition()
+        self._calls: SimpleQueue[None] = SimpleQueue()
+        """One for each job that waits, and one to end."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="kvstrata-copies", daemon=True)
         self._thread.start()
@@ -97,10 +151,11 @@ class CopyQueue:
         """Start copies. Returns at once."""
         if not jobs:
             return
-        with self._changed:
-            for job in jobs:
-                (self._loads if job.is_load else self._stores).append(job)
-            self._changed.notify()
+        mark = self._copier.mark()
+        for job in jobs:
+            (self._loads if job.is_load else self._stores).append(_Submitted(job, mark))
+        for _ in jobs:
+            self._calls.put(None)
 
     def take_reports(self) -> list[CopyReport]:
         """Hand over what has ended since the last call. Never blocks."""
@@ -111,35 +166,22 @@ class CopyQueue:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the copy under way and stop; what has not begun is dropped."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._is_closed = True
+        self._calls.put(None)
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
-        while (job := self._take()) is not None:
-            self._reports.append(self._run(job))
+        while (submitted := self._take()) is not None:
+            self._reports.append(self._run(*submitted))
 
-    def _take(self) -> CopyJob | None:
-        with self._changed:
-            while not self._is_closed:
-                if self._loads:
-                    return self._loads.popleft()
-                if self._stores:
-                    return self._stores.popleft()
-                self._changed.wait()
+    def _take(self) -> _Submitted | None:
+        self._calls.get()
+        if self._is_closed:
             return None
+        return self._loads.popleft() if self._loads else self._stores.popleft()
 
-    def _run(self, job: CopyJob) -> CopyReport:
+    def _run(self, job: CopyJob, mark: object) -> CopyReport:
         start = time.perf_counter()
-        move = self._copier.load if job.is_load else self._copier.store
-        failed: set[ChunkKey] = set()
-        for copy in job.chunks:
-            try:
-                move(copy)
-            except Exception:  # noqa: BLE001 - a fault costs this chunk, never the thread
-                if not failed:  # one device, one cause: the first says it for all
-                    _log.exception("a copy of %s failed", copy.key.hex())
-                failed.add(copy.key)
+        failed = self._copier.run(job, mark)
         num_bytes = sum(copy.payload_bytes for copy in job.chunks if copy.key not in failed)
-        return CopyReport(job.job_id, frozenset(failed), num_bytes, time.perf_counter() - start)
+        return CopyReport(job.job_id, failed, num_bytes, time.perf_counter() - start)

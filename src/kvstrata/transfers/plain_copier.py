@@ -1,8 +1,4 @@
-"""Copies with plain tensor operations, for caches in host memory or on a GPU.
-
-On a GPU the operations go to the stream that this thread has, the device's default one, so they
-come after what an engine has put there before; and they are done when the calls return.
-"""
+"""Copies with plain tensor operations, for caches in host memory."""
 
 from __future__ import annotations
 
@@ -32,15 +28,12 @@ class PlainCopier:
         """From the arena into the caches."""
         parts = self._parts(copy)
         payload = parts[0] if len(parts) == 1 else torch.cat(parts)
-        payload = payload.to(self._views.device)
         self._views.scatter(copy.group_id, copy.rows, payload, first_row=copy.first_row)
-        if payload.is_cuda:
-            torch.cuda.current_stream(payload.device).synchronize()
 
     def store(self, copy: ChunkCopy) -> None:
         """From the caches into the arena."""
         parts = self._parts(copy)
-        if len(parts) == 1 and self._views.device == parts[0].device:
+        if len(parts) == 1:
             self._views.gather_into(parts[0], copy.group_id, copy.rows)
             return
         payload = self._views.gather(copy.group_id, copy.rows)

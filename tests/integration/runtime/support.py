@@ -14,6 +14,8 @@ from kvstrata.engine import Engine, EngineOptions, SamplingParams
 from kvstrata.engine.cache.prefix_cache import needed_positions
 from kvstrata.engine.offloading import offloading
 from kvstrata.engine.scheduling.request import Request, RequestState
+from kvstrata.transfers.native_copier import NativeCopier, native_calls
+from kvstrata.transfers.plain_copier import PlainCopier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +43,10 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
     """A prompt; equal seeds share a prefix."""
     source = random.Random(seed)  # noqa: S311 - a prompt
     return [source.randrange(256) for _ in range(count)]
+
+
+COPIER = PlainCopier if native_calls() is None else NativeCopier
+"""What copies chunks here."""
 
 
 class Bed:
@@ -85,7 +91,7 @@ class Bed:
 
     @property
     def views(self) -> CacheViews:
-        return cast("CacheViews", cast("Any", self.memory.copies)._copier._views)  # noqa: SLF001
+        return cast("CacheViews", cast("Any", self.memory.copies)._copier._copier._views)  # noqa: SLF001
 
     def ask(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Answer:
         """One answer; afterwards nothing is under way."""

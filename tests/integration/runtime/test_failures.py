@@ -11,36 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstrata.core.ids import ChunkKey
 from kvstrata.core.outcomes import TierOutcome
 from kvstrata.engine import Engine, EngineOptions, SamplingParams
 from kvstrata.engine.scheduling.request import RequestState
 from kvstrata.errors import ConfigError, RequestError
 from kvstrata.runtime import assemble
-from kvstrata.runtime.messages import (
-    CopyReportMessage,
-    RankReport,
-    TierReportMessage,
-    decode_report,
-    encode,
-)
+from kvstrata.runtime.messages import RankReport, TierReportMessage, decode_report, encode
 from kvstrata.runtime.seam import EndedLoads
 from kvstrata.telemetry import metrics
 from kvstrata.testing.faults import flip_payload_bit
 from kvstrata.tiers import registry
 from kvstrata.tiers.chunk_format import parse_header
 from kvstrata.tiers.wrapping import FailingStore, WrappedStore
-from kvstrata.transfers.plain_copier import PlainCopier
+from kvstrata.transfers.copy_queue import CopyReport
 
-from .support import GREEDY, Bed, expected_of, tokens_of
+from .support import COPIER, GREEDY, Bed, expected_of, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvstrata.core.chunk_label import ChunkBuffer
-    from kvstrata.core.ids import ChunkKey
     from kvstrata.core.outcomes import Deadline
     from kvstrata.interfaces import ChunkStore
-    from kvstrata.transfers.copy_queue import ChunkCopy
+    from kvstrata.transfers.copy_queue import ChunkCopier, ChunkCopy
 
     from .conftest import Models, Tiers
     from .support import Expected
@@ -122,9 +116,9 @@ def gates(wrap: Wrap) -> Iterator[dict[str, Gate]]:
 
 
 def _gated(
-    really: Callable[[PlainCopier, ChunkCopy], None], gate: Gate
-) -> Callable[[PlainCopier, ChunkCopy], None]:
-    def copied(self: PlainCopier, copy: ChunkCopy) -> None:
+    really: Callable[[ChunkCopier, ChunkCopy], None], gate: Gate
+) -> Callable[[ChunkCopier, ChunkCopy], None]:
+    def copied(self: ChunkCopier, copy: ChunkCopy) -> None:
         gate.pass_through()
         really(self, copy)
 
@@ -136,9 +130,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Gate]]:
     """Gates before every copy between device and arena, by direction."""
     gates = {direction: Gate() for direction in ("load", "store")}
     for direction, gate in gates.items():
-        really = getattr(PlainCopier, direction)
+        really = getattr(COPIER, direction)
 
-        monkeypatch.setattr(PlainCopier, direction, _gated(really, gate))
+        monkeypatch.setattr(COPIER, direction, _gated(really, gate))
     yield gates
     for gate in gates.values():
         gate.open()
@@ -310,14 +304,14 @@ class TestPartialResultsAreUsed:
 def break_copies(
     monkeypatch: pytest.MonkeyPatch, direction: str, is_broken: Callable[[ChunkCopy], bool]
 ) -> None:
-    really = getattr(PlainCopier, direction)
+    really = getattr(COPIER, direction)
 
-    def copied(self: PlainCopier, copy: ChunkCopy) -> None:
+    def copied(self: ChunkCopier, copy: ChunkCopy) -> None:
         if is_broken(copy):
             raise RuntimeError("the device is lost")
         really(self, copy)
 
-    monkeypatch.setattr(PlainCopier, direction, copied)
+    monkeypatch.setattr(COPIER, direction, copied)
 
 
 class TestCopiesThatFail:
@@ -526,8 +520,9 @@ class TestLateReports:
     def test_reports_of_unknown_jobs_are_dropped(self, model: Models, wanted: Expected) -> None:
         with Bed(model("llama")) as bed:
             bed.ask(PROMPT)
-            late = RankReport(copy_reports=(CopyReportMessage(1, (), 10, 0.1),) * 2)
-            never = RankReport(copy_reports=(CopyReportMessage(999_999, (b"x",), 10, 0.1),))
+            late = RankReport(copy_reports=(CopyReport(1, frozenset(), 10, 0.1),) * 2)
+            unknown = frozenset({ChunkKey(b"x")})
+            never = RankReport(copy_reports=(CopyReport(999_999, unknown, 10, 0.1),))
 
             assert bed.side.report([encode(late)]) == EndedLoads()
             assert bed.side.report([encode(never)]) == EndedLoads()

@@ -11,13 +11,14 @@ import pytest
 from kvstrata.engine import EngineOptions, SamplingParams
 from kvstrata.telemetry import metrics
 from kvstrata.telemetry.metrics import METRICS
-from kvstrata.transfers.plain_copier import PlainCopier
 
-from .support import Bed, tokens_of
+from .support import COPIER, Bed, tokens_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstrata.engine.scheduling.request import Request
-    from kvstrata.transfers.copy_queue import ChunkCopy
+    from kvstrata.transfers.copy_queue import ChunkCopier, ChunkCopy
 
     from .conftest import Models, Tiers
 
@@ -85,15 +86,15 @@ def test_tokens_by_source_add_up(
 ) -> None:
     copied: Counter[tuple[str, str]] = Counter()
     for direction in ("load", "store"):
-        really = getattr(PlainCopier, direction)
+        really = getattr(COPIER, direction)
 
         def counted(
-            self: PlainCopier, copy: ChunkCopy, really: object = really, direction: str = direction
+            self: ChunkCopier, copy: ChunkCopy, really: object = really, direction: str = direction
         ) -> None:
             copied[direction, str(copy.group_id)] += 1
             really(self, copy)  # type: ignore[operator]
 
-        monkeypatch.setattr(PlainCopier, direction, counted)
+        monkeypatch.setattr(COPIER, direction, counted)
     options = EngineOptions(num_blocks=1000 if mode == "eager" else NUM_BLOCKS[arch])
     settings = {"host": SMALL_HOST, "store": {"mode": mode}}
     with Bed(model(arch), tier("filesystem"), options=options, **settings) as bed:
@@ -114,14 +115,14 @@ def test_they_do_when_loads_fail_and_requests_are_aborted_and_preempted(
     arch: str, model: Models, tier: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = random.Random(5)  # noqa: S311 - faults
-    really = PlainCopier.load
+    really: Callable[[ChunkCopier, ChunkCopy], None] = getattr(COPIER, "load")  # noqa: B009
 
-    def unreliable(self: PlainCopier, copy: ChunkCopy) -> None:
+    def unreliable(self: ChunkCopier, copy: ChunkCopy) -> None:
         if source.random() < 0.1:
             raise RuntimeError("the device is lost")
         really(self, copy)
 
-    monkeypatch.setattr(PlainCopier, "load", unreliable)
+    monkeypatch.setattr(COPIER, "load", unreliable)
     options = EngineOptions(num_blocks=NUM_BLOCKS[arch], max_step_tokens=64)
     with Bed(model(arch), tier("filesystem"), options=options, host=SMALL_HOST) as bed:
         work = Workload(bed, seed=2, abort_share=0.03)

@@ -23,11 +23,13 @@ def test_no_tier_serves_what_was_stored_before(
 ) -> None:
     with Bed(model(arch), tier("filesystem"), store={"mode": "eager"}) as bed:
         bed.ask(PROMPT)
-    with Bed(model(arch), tier("filesystem"), store={"mode": mode}) as bed:
+    settings = {"store": {"mode": mode}, "events": {"self_describing": True}}
+    with Bed(model(arch), tier("filesystem"), **settings) as bed:
         assert bed.ask(PROMPT).external_hit_tokens > 0, "it is there"
         bed.drop_device()
 
         assert bed.side.renew()
+        assert not bed.side.tracker.residencies("filesystem"), "out of reach"
         answer = bed.ask(PROMPT)
 
         assert answer.external_hit_tokens == 0
@@ -79,7 +81,9 @@ def test_sources_of_a_load_are_told_while_it_is_under_way(model: Models, tier: T
         for source, forget in (("host", bed.drop_device), ("filesystem", bed.drop_host)):
             forget()
             request = bed.engine.add_request(PROMPT, GREEDY)
-            bed.step_until(lambda name=request.request_id: bool(bed.side.hit_sources(name)))
-            assert set(bed.side.hit_sources(request.request_id)) == {source}
-            bed.step_until(lambda asked=request: asked.finish_reason is not None)
+            sources: dict[str, int] = {}
+            while request.finish_reason is None:
+                sources |= bed.side.hit_sources(request.request_id)
+                bed.engine.step()
+            assert set(sources) == {source}
             assert not bed.side.hit_sources(request.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,80 @@ def test_a_hanging_tier_costs_its_deadline(
 
     assert answer.cached_tokens == 0
     assert waited_s < 20  # far less than the tier would take
+
+
+def test_a_full_disk_costs_nothing_but_its_hits(
+    checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    prompt = prompt_of(1500)
+    full = {"kind": "filesystem", "path": str(tmp_path / "store"), "min_free": "1000TiB"}
+    with serve(checkpoints.of("lfm2"), settings(tmp_path, tiers=[full])) as served:
+        [cold] = served.ask(prompt)
+        served.drop_device_cache()
+        [from_host] = served.ask(prompt)
+        served.drop_device_cache()
+        served.side.reset()
+        [computed] = served.ask(prompt)
+
+    assert from_host.cached_tokens > 1000
+    assert computed.cached_tokens == 0
+    assert cold.tokens == from_host.tokens == computed.tokens
+
+
+@pytest.mark.parametrize("held", ["read", "run"], ids=["promotion", "copy"])
+def test_an_abort_while_a_request_waits_leaves_nothing_behind(
+    held: str,
+    checkpoints: Any,
+    serve: Any,
+    prompt_of: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    prompt = prompt_of(1500)
+    with serve(checkpoints.of("gemma3"), settings(tmp_path / "store")) as served:
+        [cold] = served.ask(prompt)
+        served.drop_device_cache()
+        if held == "read":
+            served.side.reset()
+        gate = threading.Event()
+        hold(served, held, gate, monkeypatch)
+        engine = served.llm.llm_engine
+        engine.add_request("one", {"prompt_token_ids": prompt}, SamplingParams(detokenize=False))
+        end = time.monotonic() + 20
+        while not is_waiting(served, held):
+            assert time.monotonic() < end
+            engine.step()
+        engine.abort_request(["one"])
+        for _ in range(20):
+            engine.step()
+        gate.set()
+        served.settle()
+
+        [again] = served.ask(prompt)
+        assert again.tokens == cold.tokens
+        served.drop_device_cache()
+        assert served.side.num_leases == 0
+        assert not served.side.hook_faults
+
+
+def hold(served: Any, name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep reads from disk, or copies to the device, at a gate."""
+    memory = served.worker
+    owner = memory.tiers[0]._store if name == "read" else memory.copies._copier  # noqa: SLF001
+    really = getattr(owner, name)
+
+    def gated(*args: Any) -> Any:
+        assert gate.wait(20)
+        return really(*args)
+
+    monkeypatch.setattr(owner, name, gated)
+
+
+def is_waiting(served: Any, held: str) -> bool:
+    side = served.side
+    return bool(side._stack.num_pending if held == "read" else len(side._loading))  # noqa: SLF001
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])

@@ -41,24 +41,21 @@ def run(model: Path, tier: dict[str, Any], prompts: list[list[int]], **options: 
     return json.loads(lines[-1])
 
 
-@pytest.mark.parametrize("arch", ["gemma3", "qwen3_next"])
 def test_two_ranks_restore_from_host_and_after_a_restart_from_disk(
-    arch: str, checkpoints: Any, prompt_of: Any, tmp_path: Path
+    checkpoints: Any, prompt_of: Any, tmp_path: Path
 ) -> None:
-    model = checkpoints.of(arch)
+    model = checkpoints.of("gemma3")
     tier = {"kind": "filesystem", "path": str(tmp_path / "store"), "min_free": "0B"}
     prompts = [prompt_of(1500), prompt_of(1300, seed=1)]
 
     before = run(model, tier, prompts, tensor_parallel_size=2)
     after = run(model, tier, prompts, tensor_parallel_size=2)
 
-    restored = before["restored"]
+    local = before["local"]
     assert before["was_reset"]
-    assert all(answer["cached_tokens"] >= 1024 for answer in restored)
-    assert [a["tokens"] for a in restored] == [a["tokens"] for a in before["first"]]
-    assert after["first"] == restored
-    if before["local"][0]["cached_tokens"]:  # vLLM itself finds no state in worker processes on CPU
-        assert restored == before["local"]
+    assert all(answer["cached_tokens"] >= 1024 for answer in local)
+    assert before["restored"] == local
+    assert after["first"] == local
     names = {path.name.rpartition(".")[2] for path in (tmp_path / "store").glob("names*/*/*/*")}
     assert names == {"0of2", "1of2"}
 
@@ -66,18 +63,20 @@ def test_two_ranks_restore_from_host_and_after_a_restart_from_disk(
 def test_a_chunk_that_one_rank_could_not_write_is_not_offered(
     checkpoints: Any, prompt_of: Any, tmp_path: Path
 ) -> None:
-    model = checkpoints.of("llama")
+    """With recurrent states: vLLM itself finds none of them in worker processes on a CPU."""
+    model = checkpoints.of("qwen3_next")
     lame = {
         "kind": "custom",
         "name": "lame",
         "store": "kvstrata.testing.lame_rank_store:LameRankStore",
         "options": {"path": str(tmp_path / "store"), "rank": 1, "most_tokens": 0},
     }
-    prompts = [prompt_of(900)]
+    prompts = [prompt_of(1500)]
 
     before = run(model, lame, prompts, tensor_parallel_size=2)
     after = run(model, lame, prompts, tensor_parallel_size=2)
 
-    assert before["restored"] == before["local"], "host memory has it on both ranks"
+    assert before["restored"][0]["cached_tokens"] >= 1024, "host memory has it on both ranks"
+    assert before["restored"][0]["tokens"] == before["first"][0]["tokens"]
     assert after["first"][0]["cached_tokens"] == 0
     assert after["first"][0]["tokens"] == before["first"][0]["tokens"]

@@ -17,8 +17,6 @@ from kvstrata.hierarchy.task_queue import Verb
 from kvstrata.hierarchy.tier_io import IOReport
 from kvstrata.runtime.message_channel import MessageChannel, Outbox
 from kvstrata.runtime.messages import (
-    CopyJobMessage,
-    CopyReportMessage,
     RankReport,
     StepMessage,
     TierReportMessage,
@@ -90,7 +88,7 @@ def plain(error: errors.TierError) -> tuple[object, ...]:
 
 @given(reports(), st.integers(0, 10))
 def test_a_tiers_report_with_its_errors(report: IOReport, tier: int) -> None:
-    sent = RankReport(tier_reports=(TierReportMessage.of(tier, report),), namespace="n")
+    sent = RankReport(tier_reports=(TierReportMessage.of(tier, report),))
     [arrived] = decode_report(encode(sent)).tier_reports
     found = arrived.read()
 
@@ -144,10 +142,12 @@ def test_an_error_of_a_kind_that_is_not_known_is_a_tiers_error_still() -> None:
 )
 def test_copies(job_id: int, waiting: str | None, chunks: tuple[ChunkCopy, ...]) -> None:
     job = CopyJob(job_id, chunks, waiting)
-    [arrived] = decode_step(encode(StepMessage(copies=(CopyJobMessage.of(job),)))).copies
+    [arrived] = decode_step(encode(StepMessage(copies=(job,)))).copies
 
-    assert arrived.read() == job
-    assert arrived.read().is_load == job.is_load
+    assert arrived == job
+    assert arrived.is_load == job.is_load
+    assert [chunk.extents for chunk in arrived.chunks] == [chunk.extents for chunk in chunks]
+    assert all(isinstance(e, Extent) for chunk in arrived.chunks for e in chunk.extents)
 
 
 @given(COUNTS, KEY_SETS, COUNTS, SECONDS)
@@ -155,9 +155,8 @@ def test_reports_of_copies(
     job_id: int, failed: frozenset[ChunkKey], num_bytes: int, seconds: float
 ) -> None:
     report = CopyReport(job_id, failed, num_bytes, seconds)
-    sent = RankReport(copy_reports=(CopyReportMessage.of(report),))
 
-    assert decode_report(encode(sent)).copy_reports[0].read() == report
+    assert decode_report(encode(RankReport(copy_reports=(report,)))).copy_reports == (report,)
 
 
 @given(st.lists(st.builds(Placed, labels(), EXTENTS), max_size=4))

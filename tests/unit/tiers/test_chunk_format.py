@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,13 +54,13 @@ def test_arbitrary_bytes_are_no_header(raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("label", "name"),
     [
-        (replace(LABEL, key=a_label(4).key), "key"),
-        (replace(LABEL, kind=GroupKind.WINDOW), "kind"),
-        (replace(LABEL, block_tokens=32), "block_tokens"),
-        (replace(LABEL, tokens=TokenSpan(0, 64)), "first_token"),
-        (replace(LABEL, tokens=TokenSpan(192, 300)), "last_token"),
-        (replace(LABEL, parent=BlockHash(b"other")), "parent"),
-        (replace(LABEL, payload_bytes=9), "payload_bytes"),
+        (LABEL._replace(key=a_label(4).key), "key"),
+        (LABEL._replace(kind=GroupKind.WINDOW), "kind"),
+        (LABEL._replace(block_tokens=32), "block_tokens"),
+        (LABEL._replace(tokens=TokenSpan(0, 64)), "first_token"),
+        (LABEL._replace(tokens=TokenSpan(192, 300)), "last_token"),
+        (LABEL._replace(parent=BlockHash(b"other")), "parent"),
+        (LABEL._replace(payload_bytes=9), "payload_bytes"),
     ],
 )
 def test_every_fact_is_compared(label: ChunkLabel, name: str) -> None:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstrata.core.hashing import AdoptedHashes
-from kvstrata.engines.vllm.context import VllmContext, let_go_before_reset
+from kvstrata.engines.vllm.context import VllmContext, follow_resets
 from kvstrata.engines.vllm.events import events_for_vllm
 from kvstrata.engines.vllm.hit_sources import HitSources
 from kvstrata.engines.vllm.identity import read_identity
@@ -113,7 +113,8 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         context = VllmContext(kv_cache_manager, self._groups, self._requests)
         self._scheduler_side.bind_scheduler_context(context)
-        let_go_before_reset(kv_cache_manager.block_pool, self._scheduler_side.let_blocks_go)
+        side = self._scheduler_side
+        follow_resets(kv_cache_manager.block_pool, side.let_blocks_go, side.announce_again)
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""

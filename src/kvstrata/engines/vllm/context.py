@@ -87,16 +87,22 @@ class VllmContext:
         return self._groups.ours(int.from_bytes(known[-_GROUP_BYTES:], "big"))
 
 
-def let_go_before_reset(pool: BlockPool, let_go: Callable[[], None]) -> None:
-    """Have blocks let go of before vLLM resets its prefix cache.
+def follow_resets(
+    pool: BlockPool, let_blocks_go: Callable[[], None], announce_again: Callable[[], None]
+) -> None:
+    """Take part when vLLM resets its prefix cache, of which it tells no connector.
 
-    It refuses to while anybody holds a block, and asks no connector to let go.
+    It refuses to while anybody holds a block, so ours are let go of first. Afterwards it tells its
+    readers that nothing is cached any more, so what rests below the device is announced anew.
     """
     reset = pool.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:
-        let_go()
-        return bool(reset())
+        let_blocks_go()
+        is_reset = bool(reset())
+        if is_reset and pool.enable_kv_cache_events:
+            announce_again()
+        return is_reset
 
     pool.reset_prefix_cache = reset_prefix_cache
 
