@@ -34,7 +34,7 @@ def extension(folder: str, *names: str, headers: tuple[str, ...] = ()) -> Extens
 
 EXTENSIONS = (
     extension("tiers", "_file_io", "_xxh3", "_xxh3_avx2", headers=("_xxh3", "_xxh3_body")),
-    extension("transfers", "_row_copy"),
+    extension("transfers", "_row_queue"),
 )
 
 

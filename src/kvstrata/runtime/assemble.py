@@ -31,8 +31,7 @@ from kvstrata.tiers.host_memory import HostMemoryIndex
 from kvstrata.tiers.registry import open_store
 from kvstrata.tiers.unavailable import UnavailableStore
 from kvstrata.transfers.cache_views import CacheViews
-from kvstrata.transfers.copiers import make_copier
-from kvstrata.transfers.copy_queue import CopyQueue
+from kvstrata.transfers.copiers import make_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -122,7 +121,7 @@ def _open_memory(
             opened.callback(tiers[-1].close)
         arena = HostArena(config.host.capacity)
         arena.pin()
-        copies = CopyQueue(make_copier(views, arena))
+        copies = make_queue(views, arena)
         opened.pop_all()
     return RankMemory(arena, copies, tiers)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvstrata.runtime.messages import StepMessage, TierJobMessage
     from kvstrata.tiers.host_arena import HostArena
     from kvstrata.transfers.cache_views import LayerCache
-    from kvstrata.transfers.copy_queue import CopyJob, CopyQueue, CopyReport
+    from kvstrata.transfers.copy_queue import Copies, CopyJob, CopyReport
 
 
 class RankMemory:
@@ -47,7 +47,7 @@ class RankMemory:
         tiers: its traffic with each lower tier, in the order of the configuration.
     """
 
-    def __init__(self, arena: HostArena, copies: CopyQueue, tiers: Sequence[TierIO]) -> None:
+    def __init__(self, arena: HostArena, copies: Copies, tiers: Sequence[TierIO]) -> None:
         self.arena = arena
         self.copies = copies
         self.tiers = tuple(tiers)

@@ -64,6 +64,22 @@ class CopyReport(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
+class Copies(Protocol):
+    """One rank's copies. Called on the rank's thread."""
+
+    def submit(self, jobs: Sequence[CopyJob]) -> None:
+        """Start copies. Returns at once."""
+        ...
+
+    def take_reports(self) -> list[CopyReport]:
+        """Hand over what has ended since the last call. Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Finish the copy under way and stop; what has not begun is dropped."""
+        ...
+
+
 class Copier(Protocol):
     """Moves jobs."""
 

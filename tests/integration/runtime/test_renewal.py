@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_no_tier_serves_what_was_stored_before(
 ) -> None:
     with Bed(model(arch), tier("filesystem"), store={"mode": "eager"}) as bed:
         bed.ask(PROMPT)
-    settings = {"store": {"mode": mode}, "events": {"self_describing": True}}
+    settings: dict[str, Any] = {"store": {"mode": mode}, "events": {"self_describing": True}}
     with Bed(model(arch), tier("filesystem"), **settings) as bed:
         assert bed.ask(PROMPT).external_hit_tokens > 0, "it is there"
         bed.drop_device()
