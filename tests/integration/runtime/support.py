@@ -14,8 +14,7 @@ from kvstrata.engine import Engine, EngineOptions, SamplingParams
 from kvstrata.engine.cache.prefix_cache import needed_positions
 from kvstrata.engine.offloading import offloading
 from kvstrata.engine.scheduling.request import Request, RequestState
-from kvstrata.transfers.native_copier import NativeCopier, native_calls
-from kvstrata.transfers.plain_copier import PlainCopier
+from kvstrata.transfers.native_queue import NativeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,10 +42,6 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
     """A prompt; equal seeds share a prefix."""
     source = random.Random(seed)  # noqa: S311 - a prompt
     return [source.randrange(256) for _ in range(count)]
-
-
-COPIER = PlainCopier if native_calls() is None else NativeCopier
-"""What copies chunks here."""
 
 
 class Bed:
@@ -91,7 +86,9 @@ class Bed:
 
     @property
     def views(self) -> CacheViews:
-        return cast("CacheViews", cast("Any", self.memory.copies)._copier._copier._views)  # noqa: SLF001
+        copies: Any = self.memory.copies
+        owner = copies if isinstance(copies, NativeQueue) else copies._copier._copier  # noqa: SLF001
+        return cast("CacheViews", owner._views)  # noqa: SLF001
 
     def ask(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Answer:
         """One answer; afterwards nothing is under way."""

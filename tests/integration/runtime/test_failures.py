@@ -25,8 +25,9 @@ from kvstrata.tiers import registry
 from kvstrata.tiers.chunk_format import parse_header
 from kvstrata.tiers.wrapping import FailingStore, WrappedStore
 from kvstrata.transfers.copy_queue import CopyReport
+from kvstrata.transfers.plain_copier import PlainCopier
 
-from .support import COPIER, GREEDY, Bed, expected_of, tokens_of
+from .support import GREEDY, Bed, expected_of, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -126,13 +127,16 @@ def _gated(
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Gate]]:
+def copies(
+    monkeypatch: pytest.MonkeyPatch,
+    plain_copies: None,  # noqa: ARG001
+) -> Iterator[dict[str, Gate]]:
     """Gates before every copy between device and arena, by direction."""
     gates = {direction: Gate() for direction in ("load", "store")}
     for direction, gate in gates.items():
-        really = getattr(COPIER, direction)
+        really = getattr(PlainCopier, direction)
 
-        monkeypatch.setattr(COPIER, direction, _gated(really, gate))
+        monkeypatch.setattr(PlainCopier, direction, _gated(really, gate))
     yield gates
     for gate in gates.values():
         gate.open()
@@ -304,16 +308,17 @@ class TestPartialResultsAreUsed:
 def break_copies(
     monkeypatch: pytest.MonkeyPatch, direction: str, is_broken: Callable[[ChunkCopy], bool]
 ) -> None:
-    really = getattr(COPIER, direction)
+    really = getattr(PlainCopier, direction)
 
     def copied(self: ChunkCopier, copy: ChunkCopy) -> None:
         if is_broken(copy):
             raise RuntimeError("the device is lost")
         really(self, copy)
 
-    monkeypatch.setattr(COPIER, direction, copied)
+    monkeypatch.setattr(PlainCopier, direction, copied)
 
 
+@pytest.mark.usefixtures("plain_copies")
 class TestCopiesThatFail:
     def test_a_load_that_fails_is_computed_and_others_are_not_touched(
         self, model: Models, monkeypatch: pytest.MonkeyPatch, wanted: Expected

@@ -11,8 +11,9 @@ import pytest
 from kvstrata.engine import EngineOptions, SamplingParams
 from kvstrata.telemetry import metrics
 from kvstrata.telemetry.metrics import METRICS
+from kvstrata.transfers.plain_copier import PlainCopier
 
-from .support import COPIER, Bed, tokens_of
+from .support import Bed, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,7 @@ class Workload:
         )
 
 
+@pytest.mark.usefixtures("plain_copies")
 @pytest.mark.parametrize(
     "arch", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_next"]
 )
@@ -86,7 +88,7 @@ def test_tokens_by_source_add_up(
 ) -> None:
     copied: Counter[tuple[str, str]] = Counter()
     for direction in ("load", "store"):
-        really = getattr(COPIER, direction)
+        really = getattr(PlainCopier, direction)
 
         def counted(
             self: ChunkCopier, copy: ChunkCopy, really: object = really, direction: str = direction
@@ -94,7 +96,7 @@ def test_tokens_by_source_add_up(
             copied[direction, str(copy.group_id)] += 1
             really(self, copy)  # type: ignore[operator]
 
-        monkeypatch.setattr(COPIER, direction, counted)
+        monkeypatch.setattr(PlainCopier, direction, counted)
     options = EngineOptions(num_blocks=1000 if mode == "eager" else NUM_BLOCKS[arch])
     settings = {"host": SMALL_HOST, "store": {"mode": mode}}
     with Bed(model(arch), tier("filesystem"), options=options, **settings) as bed:
@@ -110,19 +112,20 @@ def test_tokens_by_source_add_up(
             assert bed.count(metrics.STORE_BYTES, name) == size * copied["store", name]
 
 
+@pytest.mark.usefixtures("plain_copies")
 @pytest.mark.parametrize("arch", ["llama", "qwen3_next"])
 def test_they_do_when_loads_fail_and_requests_are_aborted_and_preempted(
     arch: str, model: Models, tier: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = random.Random(5)  # noqa: S311 - faults
-    really: Callable[[ChunkCopier, ChunkCopy], None] = getattr(COPIER, "load")  # noqa: B009
+    really: Callable[[ChunkCopier, ChunkCopy], None] = getattr(PlainCopier, "load")  # noqa: B009
 
     def unreliable(self: ChunkCopier, copy: ChunkCopy) -> None:
         if source.random() < 0.1:
             raise RuntimeError("the device is lost")
         really(self, copy)
 
-    monkeypatch.setattr(COPIER, "load", unreliable)
+    monkeypatch.setattr(PlainCopier, "load", unreliable)
     options = EngineOptions(num_blocks=NUM_BLOCKS[arch], max_step_tokens=64)
     with Bed(model(arch), tier("filesystem"), options=options, host=SMALL_HOST) as bed:
         work = Workload(bed, seed=2, abort_share=0.03)

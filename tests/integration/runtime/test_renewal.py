@@ -11,6 +11,8 @@ from kvstrata.engine import SamplingParams
 from .support import GREEDY, Bed, tokens_of
 
 if TYPE_CHECKING:
+    from kvstrata.runtime.seam import BlockTables
+
     from .conftest import Models, Tiers
 
 PROMPT = tokens_of(120)
@@ -75,15 +77,22 @@ def test_blocks_are_let_go_of_at_once(model: Models) -> None:
         bed.settle()
 
 
-def test_sources_of_a_load_are_told_while_it_is_under_way(model: Models, tier: Tiers) -> None:
+def test_sources_of_a_load_are_told_while_it_is_under_way(
+    model: Models, tier: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, int] = {}
     with Bed(model("llama"), tier("filesystem")) as bed:
+        really = bed.side.allocated
+
+        def allocated(request_id: str, tables: BlockTables, external_tokens: int) -> None:
+            really(request_id, tables, external_tokens)
+            told.update(bed.side.hit_sources(request_id))
+
+        monkeypatch.setattr(bed.side, "allocated", allocated)
         bed.ask(PROMPT)
+        assert not told
         for source, forget in (("host", bed.drop_device), ("filesystem", bed.drop_host)):
             forget()
-            request = bed.engine.add_request(PROMPT, GREEDY)
-            sources: dict[str, int] = {}
-            while request.finish_reason is None:
-                sources |= bed.side.hit_sources(request.request_id)
-                bed.engine.step()
-            assert set(sources) == {source}
-            assert not bed.side.hit_sources(request.request_id)
+            told.clear()
+            answer = bed.ask(PROMPT)
+            assert told == {source: answer.external_hit_tokens}

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvstrata.core.ids import GroupId
+from kvstrata.transfers.native_queue import NativeQueue
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -151,8 +152,9 @@ class Served:
     @property
     def views(self) -> CacheViews:
         """The only rank's caches, as bytes."""
-        views: CacheViews = cast("Any", self.worker.copies)._copier._copier._views  # noqa: SLF001
-        return views
+        copies: Any = self.worker.copies
+        owner = copies if isinstance(copies, NativeQueue) else copies._copier._copier  # noqa: SLF001
+        return cast("CacheViews", owner._views)  # noqa: SLF001
 
     def cached_bytes(self) -> dict[tuple[int, bytes], set[bytes]]:
         """The content of every block that vLLM could find now, by group and hash."""
