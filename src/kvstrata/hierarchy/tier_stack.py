@@ -141,7 +141,7 @@ class TierStack:
         faults: list[Fault] = []
         moved: list[Moved] = []
         found: list[tuple[str, ChunkKey]] = []
-        gone: list[tuple[str, ChunkKey]] = []
+        gone: dict[tuple[str, ChunkKey], None] = {}
         for tier in self._tiers:
             for report in tier.ranks.take_reports():
                 if not report.released:
@@ -151,7 +151,9 @@ class TierStack:
                 missing = _not_there(report)
                 outrun = self._outrun(tier, report)
                 self._doubtful.update((tier.name, key) for key in outrun)
-                gone.extend((tier.name, key) for key in missing - outrun)
+                gone |= dict.fromkeys((tier.name, key) for key in missing - outrun)
+                for key in report.outcome.done:  # there: what was said before is out of date
+                    gone.pop((tier.name, key), None)
                 if report.verb is Verb.FIND:
                     self._answered(tier, report)
                     found.extend((tier.name, key) for key in report.outcome.done)

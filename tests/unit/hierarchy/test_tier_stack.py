@@ -457,3 +457,19 @@ def test_an_answer_that_a_write_has_outrun_is_not_believed(make: Callable[..., B
 
     assert not gone
     assert bench.tiers[0].has(KEYS[0])
+
+
+def test_the_newest_of_two_reports_counts(make: Callable[..., Bench]) -> None:
+    """Both are taken in at once: nothing was there, then it was written."""
+    bench = make(("disk", plain))
+    bench.stack.ask(KEYS[:1], within(10))
+    time.sleep(0.1)
+    bench.fill_host(LABELS[:1])
+    bench.stack.demote(LABELS[:1])
+    time.sleep(0.2)
+
+    changes = bench.stack.poll()
+
+    assert changes.written == (("disk", KEYS[0]),)
+    assert not changes.gone
+    assert bench.tiers[0].has(KEYS[0])
