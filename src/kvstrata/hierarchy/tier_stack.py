@@ -129,6 +129,10 @@ class TierStack:
         """Bring chunks up from the tiers that have them. Returns at once."""
         self._promotions.start(labels, deadline)
 
+    def take_evicted(self) -> tuple[ChunkKey, ...]:
+        """Hand over what has left host memory for promotions since the last call or poll."""
+        return self._promotions.take_evicted()
+
     def demote(self, labels: Sequence[ChunkLabel]) -> None:
         """Copy READY chunks down to every tier that lacks them and takes them. Returns at once."""
         for tier in self._tiers:

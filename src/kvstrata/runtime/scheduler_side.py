@@ -198,6 +198,7 @@ class SchedulerSide:
     def report(self, reports: Sequence[bytes]) -> EndedLoads:
         """Settle what every rank has reported."""
         self._time_step()
+        self._note_evicted()
         for rank, data in enumerate(reports):
             if data and data != NO_NEWS:
                 self._take(rank, data)
@@ -219,6 +220,7 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget what is in host memory; the tiers below keep what they have."""
         self._stores.void()
+        self._note_evicted()
         self._recorder.left_host(self._stack.host.clear())
         for request in self._requests.values():
             request.plan = None
@@ -385,6 +387,11 @@ class SchedulerSide:
     @shielded(lambda: None)
     def _time_step(self) -> None:
         self._speeds.step_reported()
+
+    @shielded(lambda: None)
+    def _note_evicted(self) -> None:
+        """What promotions have driven out left before anything that a report brings."""
+        self._recorder.evicted(self._stack.take_evicted())
 
     @shielded(lambda: None)
     def _take(self, rank: int, data: bytes) -> None:
