@@ -27,7 +27,7 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
   debian_package python3-venv
 fi
 
-# What the native file calls are built with; without it kvstrata works as well, only slower.
+# What the native calls are built with; without it kvstrata works as well, only slower.
 debian_command cc gcc
 [ -e /usr/include/xxhash.h ] || debian_package libxxhash-dev
 if ! "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' \

@@ -82,9 +82,8 @@ class Loading:
             request.asked_at = now
         request.plan = None  # an answer that fails leaves no old one behind
         plan = request.choose(self._stack.lookup, local_tokens)
-        ran_out_of_time = now >= self._time_for_tiers(request) and not (
-            request.awaited.isdisjoint(request.failed)
-        )
+        is_short = not request.awaited.isdisjoint(request.failed)
+        ran_out_of_time = is_short and now >= self._time_for_tiers(request)
         if plan.awaited_tokens > plan.num_tokens:
             request.patience_s = self._patience_s(plan)
             ran_out_of_time = now >= self._deadline(request)

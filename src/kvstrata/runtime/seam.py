@@ -135,8 +135,7 @@ class RequestProgress(NamedTuple):
     offered_states: tuple[OfferedState, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepProgress:
+class StepProgress(NamedTuple):
     """What a step does."""
 
     running: Sequence[RequestProgress]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Shielded(Protocol):
@@ -28,14 +28,14 @@ S = TypeVar("S", bound=Shielded)
 
 def shielded(
     answer: Callable[[], T],
-) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+) -> Callable[[Callable[[S, *Ts], T]], Callable[[S, *Ts], T]]:
     """Give the engine this answer when a hook fails; each hook's first fault is logged."""
 
-    def decorate(hook: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    def decorate(hook: Callable[[S, *Ts], T]) -> Callable[[S, *Ts], T]:
         @functools.wraps(hook)
-        def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def guarded(self: S, /, *args: *Ts) -> T:
             try:
-                return hook(self, *args, **kwargs)
+                return hook(self, *args)
             except Exception:  # noqa: BLE001 - that is what a shield is for
                 self.hook_faults[hook.__name__] += 1
                 if self.hook_faults[hook.__name__] == 1:

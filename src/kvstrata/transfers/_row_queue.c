@@ -1,4 +1,5 @@
-/* Copies rows of caches to and from an arena, on a thread that never takes the interpreter's lock.
+/* Copies rows of caches to and from an arena, on a thread that never takes the interpreter's lock;
+ * small jobs at once.
  *
  * A payload is, piece after piece of a group, that piece's rows; it lies in the arena in extents,
  * which cut it anywhere. What the methods promise is written in `native_queue.py`.
@@ -9,6 +10,7 @@
 #include <Python.h>
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -64,6 +66,7 @@ typedef struct {
     PyObject_HEAD
     Py_buffer arena;
     Py_ssize_t page_bytes;
+    Py_ssize_t at_once_bytes; /* jobs of so many are copied when they are submitted */
     Group *groups;
     Py_ssize_t num_groups;
     pthread_mutex_t mutex;
@@ -71,8 +74,8 @@ typedef struct {
     Jobs loads;
     Jobs stores;
     Jobs done;
-    bool is_closed;
-    int num_threads; /* in `work` */
+    atomic_bool is_closed; /* read without the mutex, too */
+    int num_threads;       /* in `work` */
 } Queue;
 
 /* --- lists of jobs -------------------------------------------------------------------------- */
@@ -402,14 +405,19 @@ static PyObject *queue_submit(PyObject *self, PyObject *args)
 {
     Queue *queue = (Queue *)self;
     Job *job;
+    bool is_small;
 
     if (queue->is_closed)
         return PyErr_Format(PyExc_ValueError, "the queue is closed");
     if (!(job = read_job(queue, args)))
         return NULL;
+    is_small = job->num_bytes <= (size_t)queue->at_once_bytes;
+    if (is_small)
+        run_job(job);
     pthread_mutex_lock(&queue->mutex);
-    append(job->is_load ? &queue->loads : &queue->stores, job);
-    pthread_cond_signal(&queue->changed);
+    append(is_small ? &queue->done : job->is_load ? &queue->loads : &queue->stores, job);
+    if (!is_small)
+        pthread_cond_signal(&queue->changed);
     pthread_mutex_unlock(&queue->mutex);
     Py_RETURN_NONE;
 }
@@ -489,12 +497,13 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *options
         return NULL;
     pthread_mutex_init(&queue->mutex, NULL);
     pthread_cond_init(&queue->changed, NULL);
-    if (PyArg_ParseTuple(args, "OnO!", &arena, &queue->page_bytes, &PyTuple_Type, &groups) &&
+    if (PyArg_ParseTuple(args, "OnO!n", &arena, &queue->page_bytes, &PyTuple_Type, &groups,
+                         &queue->at_once_bytes) &&
         PyObject_GetBuffer(arena, &queue->arena, PyBUF_WRITABLE) == 0 &&
         read_groups(queue, groups)) {
-        if (queue->page_bytes > 0)
+        if (queue->page_bytes > 0 && queue->at_once_bytes >= 0)
             return self;
-        PyErr_SetString(PyExc_ValueError, "pages have no bytes");
+        PyErr_SetString(PyExc_ValueError, "sizes that cannot be");
     }
     Py_DECREF(self);
     return NULL;
@@ -502,7 +511,7 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *options
 
 static PyMethodDef queue_methods[] = {
     {"close", queue_close, METH_NOARGS, "End `work`, and let go of everything."},
-    {"submit", queue_submit, METH_VARARGS, "Start a job."},
+    {"submit", queue_submit, METH_VARARGS, "Start a job; a small one is done then."},
     {"take", queue_take, METH_NOARGS, "Hand over what has ended."},
     {"work", queue_work, METH_NOARGS, "Copy until it is closed."},
     {0},

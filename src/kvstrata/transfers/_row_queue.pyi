@@ -4,7 +4,12 @@ from typing import Self
 
 class RowQueue:
     def __new__(
-        cls, arena: memoryview, page_bytes: int, groups: tuple[tuple[bytes, int], ...], /
+        cls,
+        arena: memoryview,
+        page_bytes: int,
+        groups: tuple[tuple[bytes, int], ...],
+        at_once_bytes: int,
+        /,
     ) -> Self: ...
     def submit(
         self,

@@ -2,7 +2,8 @@
 
 A thread of Python that copies takes the interpreter's lock several times for each job, and an
 engine in the same process waits for it every time: 0.1 ms a job. This one takes it never. Jobs are
-checked when they are submitted, with the lock, and copied by a thread that stays in a native call.
+checked when they are submitted, with the lock, and copied by a thread that stays in a native call;
+small ones at once, because to wake the thread would take longer.
 
 Ownership: the rank's thread calls everything here; the native queue guards what the two share.
 """
@@ -32,18 +33,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_AT_ONCE_BYTES: Final = 512 * 1024
+"""Copied in the 0.05 ms that it takes to wake a thread on another core."""
 _PIECE: Final = struct.Struct("=qqq")
 """Address of the first row, distance of rows, bytes of a row."""
 
 
 class RowQueue(Protocol):
-    """The native queue. Made of the arena, the bytes of its pages, and the groups.
+    """The native queue.
 
     Payloads lie as `CacheViews` makes them. What groups describe must be there until it is closed.
     """
 
     def submit(self, job_id: int, is_load: bool, chunks: tuple[Chunk, ...], /) -> None:  # noqa: FBT001
-        """Start a job. Returns at once; with an error, nothing of it is ever copied.
+        """Start a job; a small one is done then. With an error, nothing of it is ever copied.
 
         Raises:
             IndexError: there is no such group, row or page.
@@ -72,9 +75,20 @@ class MakeRowQueue(Protocol):
     """The native queue's type."""
 
     def __call__(
-        self, arena: memoryview, page_bytes: int, groups: tuple[Group, ...], /
+        self, arena: memoryview, page_bytes: int, groups: tuple[Group, ...], at_once_bytes: int, /
     ) -> RowQueue:
-        """Make one."""
+        """Make one.
+
+        Args:
+            arena: memory for chunks.
+            page_bytes: what extents count.
+            groups: the caches.
+            at_once_bytes: jobs of up to so many bytes are small.
+
+        Raises:
+            BufferError: the memory cannot be written to.
+            ValueError: pieces or sizes make no sense.
+        """
         ...
 
 
@@ -85,14 +99,21 @@ class NativeQueue:
         views: the engine's caches, in host memory.
         arena: the rank's memory for chunks.
         make_rows: makes the native queue.
+        at_once_bytes: jobs of up to so many bytes are copied by the caller.
     """
 
-    def __init__(self, views: CacheViews, arena: HostArena, make_rows: MakeRowQueue) -> None:
+    def __init__(
+        self,
+        views: CacheViews,
+        arena: HostArena,
+        make_rows: MakeRowQueue,
+        at_once_bytes: int = _AT_ONCE_BYTES,
+    ) -> None:
         assert views.device.type == "cpu", "only host memory can be reached"
         self._views = views  # keeps the caches' memory
         [memory] = arena.parts([Extent(0, arena.num_bytes // PAGE_BYTES)])
         groups = tuple(_packed(views.canonical, pages) for pages in views.canonical.groups)
-        self._rows = make_rows(memory, PAGE_BYTES, groups)
+        self._rows = make_rows(memory, PAGE_BYTES, groups, at_once_bytes)
         self._refused: list[CopyReport] = []
         self._thread = threading.Thread(target=self._rows.work, name="kvstrata-copies", daemon=True)
         self._thread.start()

@@ -49,7 +49,15 @@ def native(views: CacheViews, arena: HostArena) -> Copies:
     return NativeQueue(views, arena, MAKE_ROWS)
 
 
-@pytest.fixture(params=[plain, pytest.param(native, marks=needs_native)])
+def native_thread(views: CacheViews, arena: HostArena) -> Copies:
+    assert MAKE_ROWS is not None
+    return NativeQueue(views, arena, MAKE_ROWS, at_once_bytes=0)
+
+
+NATIVE = [pytest.param(make, marks=needs_native) for make in (native, native_thread)]
+
+
+@pytest.fixture(params=[plain, *NATIVE])
 def make_copies(request: pytest.FixtureRequest) -> MakeCopies:
     make: MakeCopies = request.param
     return make
@@ -167,7 +175,7 @@ def test_both_move_the_same_bytes(data: st.DataObject) -> None:
     loaded = ChunkCopy(KEY, GroupId(group), extents, size, tuple(rows[:num_loaded]), first_row)
 
     outcomes = []
-    for make in (plain, native):
+    for make in (plain, native, native_thread):
         caches, arena = filled(case), HostArena(ARENA_PAGES * PAGE_BYTES)
         views = CacheViews(case.layout, caches, BLOCKS)
         assert not run(make(views, arena), stored, "store").failed
@@ -176,7 +184,7 @@ def test_both_move_the_same_bytes(data: st.DataObject) -> None:
         outcomes.append((after_store, bytes_in(arena), all_bytes(caches)))
         arena.close()
 
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 ROW = 2 * KV_PAGE
@@ -204,6 +212,16 @@ def test_a_job_that_cannot_be_right_fails(
 
     if isinstance(copies, NativeQueue):  # tensor operations find bad rows on their way
         assert (all_bytes(caches), bytes_in(arena)) == before
+
+
+@needs_native
+def test_small_jobs_are_done_when_they_are_submitted(arena: HostArena) -> None:
+    case = CASES["int8"]
+    copies = native(CacheViews(case.layout, case.make(), BLOCKS), arena)
+    copies.submit([CopyJob(1, (a_copy(0, [1], 2 * KV_PAGE // 2),))])
+
+    assert [report.job_id for report in copies.take_reports()] == [1]
+    copies.close()
 
 
 class TestTheQueue:
@@ -305,7 +323,8 @@ def test_extents_may_cut_a_payload_anywhere(data: st.DataObject) -> None:
     arena = memoryview(bytearray(size + 4))
     extents = tuple(Extent(a, b - a) for a, b in itertools.pairwise([0, *cuts, size + 4]))
     before = memory.content.clone()
-    queue = MAKE_ROWS(arena, 1, ((memory.packed, memory.num_rows),))
+    at_once_bytes = data.draw(st.sampled_from([0, 2**20]))
+    queue = MAKE_ROWS(arena, 1, ((memory.packed, memory.num_rows),), at_once_bytes)
     thread = threading.Thread(target=queue.work)
     thread.start()
 
@@ -361,7 +380,7 @@ ONE = (Extent(0, 1),)
 @pytest.mark.parametrize("is_load", [True, False])
 def test_native_queues_check_what_they_are_given(chunks: object, *, is_load: bool) -> None:
     assert MAKE_ROWS is not None
-    queue = MAKE_ROWS(memoryview(bytearray(32)), 8, ((PIECES, 4),))
+    queue = MAKE_ROWS(memoryview(bytearray(32)), 8, ((PIECES, 4),), 64)
 
     with pytest.raises((ValueError, IndexError, TypeError, OverflowError)):
         queue.submit(1, is_load, chunks)  # type: ignore[arg-type]
@@ -394,14 +413,14 @@ def test_native_queues_are_not_made_of_nonsense(
 ) -> None:
     assert MAKE_ROWS is not None
     with pytest.raises((ValueError, TypeError, BufferError)):
-        MAKE_ROWS(memoryview(arena), page_bytes, groups)
+        MAKE_ROWS(memoryview(arena), page_bytes, groups, 0)
 
 
 @needs_native
 def test_a_native_queue_that_nobody_closes_holds_nothing_up() -> None:
     assert MAKE_ROWS is not None
     arena = bytearray(32)
-    queue = MAKE_ROWS(memoryview(arena), 8, ((PIECES, 4),))
+    queue = MAKE_ROWS(memoryview(arena), 8, ((PIECES, 4),), 0)
     queue.submit(1, False, ((0, ONE, 8, (0,), 0),))  # noqa: FBT003
     with pytest.raises(BufferError):
         arena.append(0)

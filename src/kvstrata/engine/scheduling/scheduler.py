@@ -165,7 +165,9 @@ class Scheduler:
                     self._end(request, request.finish_reason)
         if self._connector:
             reports = [result.connector_report or b"" for result in results]
-            self._settle(self._connector.report(reports))
+            ended = self._connector.report(reports)
+            if ended.done or ended.failed:
+                self._settle(ended)
         return changed
 
     def check_invariants(self) -> None:
