@@ -9,7 +9,7 @@ BIN := .venv/bin
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-$(READY): pyproject.toml constraints.txt scripts/setup.sh hatch_build.py $(wildcard src/kvstrata/tiers/_*.[ch])
+$(READY): pyproject.toml constraints.txt scripts/setup.sh hatch_build.py $(wildcard src/kvstrata/*/_*.[ch])
 	@bash scripts/setup.sh
 	@touch $(READY)
 
