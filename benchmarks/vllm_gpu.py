@@ -191,7 +191,7 @@ class Served:
         side: Any = self.core.scheduler.connector._scheduler_side  # noqa: SLF001
         connector: Any = get_kv_transfer_group()
         groups = side._geometry.groups  # noqa: SLF001
-        views = connector._worker_side._memory.copies._copier.views  # noqa: SLF001
+        views = connector._worker_side._memory.copies._views  # noqa: SLF001
         contents: dict[tuple[int, bytes], set[bytes]] = {}
         for block in map(side._context.get_block, range(len(side._context._pool.blocks))):  # noqa: SLF001
             if block.block_hash is None or block.is_null:

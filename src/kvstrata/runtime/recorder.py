@@ -19,7 +19,7 @@ from kvstrata.telemetry.event_tracker import HOST
 from kvstrata.telemetry.metrics import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvstrata.core.chunk_label import ChunkLabel
     from kvstrata.core.ids import ChunkKey
@@ -65,7 +65,7 @@ class Recorder:
         if external_tokens:
             self.explanations.keep(request)
         else:
-            self._count(request, request.plan, 0)
+            self._count(request, request.plan, {})
 
     def described(self, request: TrackedRequest, refs: Iterable[ChunkRef]) -> None:
         """Chunks of a request are stored or loaded: what they announce is known while it lives."""
@@ -79,13 +79,11 @@ class Recorder:
         if report.failed:
             self.counters.add(metrics.LOADS_FAILED, 1)
             return
-        self._count(load.request, load.plan, load.plan.external_tokens)
+        sources = load.tokens_by_source(self._take_origin)
+        self._count(load.request, load.plan, sources)
         self.counters.add(metrics.LOAD_SECONDS, report.seconds)
         for group_id, num_bytes in load.bytes_by_group().items():
             self.counters.add(metrics.LOAD_BYTES, num_bytes, group_id)
-        for source, num_tokens in load.tokens_by_source(self._take_origin).items():
-            self.counters.add(metrics.HIT_TOKENS, num_tokens, source)
-            self.counters.add(metrics.PROMPT_TOKENS, num_tokens, source)
 
     def refused(self, num_chunks: int) -> None:
         """Chunks found no room."""
@@ -150,22 +148,37 @@ class Recorder:
         """The tier that a chunk in host memory came from, if it was not loaded since."""
         return self._origins.get(key, HOST)
 
-    def _count(self, request: TrackedRequest, plan: LoadPlan | None, external_tokens: int) -> None:
+    def _count(
+        self, request: TrackedRequest, plan: LoadPlan | None, loaded: Mapping[str, int]
+    ) -> None:
+        """A request has what it was promised; its tokens count when it has so for the first time.
+
+        One that was robbed of its blocks starts again, perhaps from another hit.
+        """
+        if not request.life.is_counted:
+            request.life.is_counted = True
+            self._count_tokens(len(request.new.tokens), plan, loaded)
+        if request.verdict is not None and request.verdict.ran_out_of_time:
+            self.counters.add(metrics.DEADLINE_MISSES, 1)
+        self.explanations.keep(request)
+
+    def _count_tokens(
+        self, num_tokens: int, plan: LoadPlan | None, loaded: Mapping[str, int]
+    ) -> None:
         """A request's tokens come from the device, a load, or computing, each once."""
-        total = len(request.new.tokens)
         local = 0 if plan is None else plan.local_tokens
-        computed = max(0, total - local - external_tokens)
+        computed = max(0, num_tokens - local - sum(loaded.values()))
         count = self.counters.add
         count(metrics.LOOKUPS, 1)
-        count(metrics.LOOKUP_TOKENS, total)
+        count(metrics.LOOKUP_TOKENS, num_tokens)
         count(metrics.MISS_TOKENS, computed)
         count(metrics.PROMPT_TOKENS, local, "local")
         count(metrics.PROMPT_TOKENS, computed, "computed")
+        for source, tokens in loaded.items():
+            count(metrics.HIT_TOKENS, tokens, source)
+            count(metrics.PROMPT_TOKENS, tokens, source)
         for obstacle in () if plan is None else plan.obstacles[-1:]:
             count(metrics.OBSTACLES, 1, obstacle.group_id)
-        if request.verdict is not None and request.verdict.ran_out_of_time:
-            count(metrics.DEADLINE_MISSES, 1)
-        self.explanations.keep(request)
 
     def _take_origin(self, key: ChunkKey) -> str:
         return self._origins.pop(key, HOST)

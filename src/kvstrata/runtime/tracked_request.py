@@ -5,6 +5,7 @@ Ownership: scheduler thread only; dropped when the request has ended and its las
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.core.chunk_grid import ChunkGrid
@@ -32,6 +33,14 @@ class Verdict(NamedTuple):
     """Whether computing was expected to be faster than loading."""
 
 
+@dataclass(slots=True)
+class Life:
+    """What stays true of a request when its keys change, or it starts again."""
+
+    is_counted: bool = False
+    """Whether its tokens are in the metrics."""
+
+
 class TrackedRequest:
     """Chunks, progress and plans of one request.
 
@@ -43,6 +52,7 @@ class TrackedRequest:
     def __init__(self, new: NewRequest, geometry: ChunkGeometry) -> None:
         self.request_id = new.request_id
         self.new = new
+        self.life = Life()
         self.grid = ChunkGrid(geometry, new.hashes)
         self.ledger = RequestLedger(self.grid)
         self.failed: set[ChunkKey] = set()
@@ -67,6 +77,7 @@ class TrackedRequest:
     def renewed(self, geometry: ChunkGeometry) -> TrackedRequest:
         """The same request under other keys; what it has computed is not stored under them."""
         renewed = TrackedRequest(self.new, geometry)
+        renewed.life = self.life  # a load under way ends with the old one
         renewed.is_stale = self.asked_at is not None
         return renewed
 

@@ -32,9 +32,9 @@ def _gauge(name: str, labels: tuple[str, ...], text: str) -> Metric:
     return Metric(f"kvstrata_{name}", "gauge", labels, text)
 
 
-LOOKUPS: Final = _counter("lookups", (), "Requests that were looked up.")
-LOOKUP_TOKENS: Final = _counter("lookup_tokens", (), "Tokens of those requests.")
-HIT_TOKENS: Final = _counter("hit_tokens", ("tier",), "Tokens loaded, by where they came from.")
+LOOKUPS: Final = _counter("lookups", (), "Requests that were looked up, each once.")
+LOOKUP_TOKENS: Final = _counter("lookup_tokens", (), "Tokens of their prompts.")
+HIT_TOKENS: Final = _counter("hit_tokens", ("tier",), "Tokens of prompts loaded, by tier.")
 MISS_TOKENS: Final = _counter("miss_tokens", (), "Tokens neither on the device nor loaded.")
 PROMPT_TOKENS: Final = _counter("prompt_tokens", ("source",), "Tokens of prompts, by source.")
 OBSTACLES: Final = _counter("obstacles", ("group",), "Hits that a group made shorter.")

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -80,24 +80,6 @@ class Copies(Protocol):
         ...
 
 
-class Copier(Protocol):
-    """Moves jobs."""
-
-    def mark(self) -> object:
-        """What the device will have done before a job that is submitted now.
-
-        Called on the rank's thread; returns at once.
-        """
-        ...
-
-    def run(self, job: CopyJob, mark: object) -> frozenset[ChunkKey]:
-        """Move a job's bytes, after what its mark stands for; the keys of chunks that failed.
-
-        Called on the queue's thread; the other chunks' bytes are there when it returns.
-        """
-        ...
-
-
 class ChunkCopier(Protocol):
     """Moves one chunk's bytes, which are there when a call returns."""
 
@@ -110,52 +92,17 @@ class ChunkCopier(Protocol):
         ...
 
 
-class OneByOne:
-    """Moves jobs chunk by chunk, on a device that has done everything before anything is submitted.
+class CopyQueue:
+    """One rank's copies, chunk by chunk; the fault of one is not the others'.
 
     Args:
-        copier: moves a chunk.
+        copier: moves a chunk, on a device that has done everything before anything is submitted.
     """
 
     def __init__(self, copier: ChunkCopier) -> None:
         self._copier = copier
-
-    def mark(self) -> object:
-        """Nothing is under way."""
-        return None
-
-    def run(self, job: CopyJob, mark: object) -> frozenset[ChunkKey]:  # noqa: ARG002
-        """Move chunk after chunk; the fault of one is not the others'."""
-        move = self._copier.load if job.is_load else self._copier.store
-        failed: set[ChunkKey] = set()
-        for copy in job.chunks:
-            try:
-                move(copy)
-            except Exception:  # noqa: BLE001 - a fault costs this chunk, never the thread
-                if not failed:  # one device, one cause: the first says it for all
-                    _log.exception("a copy of %s failed", copy.key.hex())
-                failed.add(copy.key)
-        return frozenset(failed)
-
-
-class _Submitted(NamedTuple):
-    """A job that waits, and what it comes after."""
-
-    job: CopyJob
-    mark: object
-
-
-class CopyQueue:
-    """One rank's copies.
-
-    Args:
-        copier: moves the bytes.
-    """
-
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
-        self._loads: deque[_Submitted] = deque()
-        self._stores: deque[_Submitted] = deque()
+        self._loads: deque[CopyJob] = deque()
+        self._stores: deque[CopyJob] = deque()
         self._reports: deque[CopyReport] = deque()
         self._calls: SimpleQueue[None] = SimpleQueue()
         """One for each job that waits, and one to end."""
@@ -165,11 +112,8 @@ class CopyQueue:
 
     def submit(self, jobs: Sequence[CopyJob]) -> None:
         """Start copies. Returns at once."""
-        if not jobs:
-            return
-        mark = self._copier.mark()
         for job in jobs:
-            (self._loads if job.is_load else self._stores).append(_Submitted(job, mark))
+            (self._loads if job.is_load else self._stores).append(job)
         for _ in jobs:
             self._calls.put(None)
 
@@ -187,17 +131,30 @@ class CopyQueue:
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
-        while (submitted := self._take()) is not None:
-            self._reports.append(self._run(*submitted))
+        while (job := self._take()) is not None:
+            self._reports.append(self._run(job))
 
-    def _take(self) -> _Submitted | None:
+    def _take(self) -> CopyJob | None:
         self._calls.get()
         if self._is_closed:
             return None
         return self._loads.popleft() if self._loads else self._stores.popleft()
 
-    def _run(self, job: CopyJob, mark: object) -> CopyReport:
+    def _run(self, job: CopyJob) -> CopyReport:
         start = time.perf_counter()
-        failed = self._copier.run(job, mark)
+        failed = self._move(job)
         num_bytes = sum(copy.payload_bytes for copy in job.chunks if copy.key not in failed)
         return CopyReport(job.job_id, failed, num_bytes, time.perf_counter() - start)
+
+    def _move(self, job: CopyJob) -> frozenset[ChunkKey]:
+        """Move a job's chunks; the keys of those that failed."""
+        move = self._copier.load if job.is_load else self._copier.store
+        failed: set[ChunkKey] = set()
+        for copy in job.chunks:
+            try:
+                move(copy)
+            except Exception:  # noqa: BLE001 - a fault costs this chunk, never the thread
+                if not failed:  # one device, one cause: the first says it for all
+                    _log.exception("a copy of %s failed", copy.key.hex())
+                failed.add(copy.key)
+        return frozenset(failed)

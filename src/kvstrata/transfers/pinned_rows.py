@@ -1,15 +1,15 @@
 """Rows on a GPU straight from and to pinned memory: one kernel for all chunks of a job and group.
 
 The kernel reads and writes the arena over the bus, and no buffer or copy call stands between. So a
-job costs a handful of calls, whatever its size: an engine that shares the interpreter with this
-thread gives the lock away every few milliseconds at worst, and thousands of calls would wait for it
-thousands of times.
+job costs a handful of calls, whatever its size, and the engine's thread can make them.
 
-A chunk may lie in several extents; the kernel finds each of its pages in a table.
+Most chunks lie in one extent, at a distance from the arena's beginning. For one that lies in
+several, the kernel finds each of its pages in a table, which is slower.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
 _BLOCK: Final = 2048
 """Words that a program moves at a time."""
-_PROGRAMS: Final = 128
-"""Enough to keep the bus busy, few enough to leave the GPU to the engine."""
+_PROGRAMS: Final = 32
+"""Enough to keep the bus busy, few enough to leave most of the GPU to the engine."""
 _WARPS: Final = 8
+_WORD_BYTES: Final = 8
+_VECTOR_WORDS: Final = 2
+"""Words that a thread moves at once, if everything is a multiple of so many."""
 
 
-@triton.jit(do_not_specialize=list(range(13)))  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=list(range(12)))  # type: ignore[untyped-decorator]
 def _move_rows(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917
     piece_address,  # noqa: ANN001
     piece_stride,  # noqa: ANN001
@@ -44,35 +47,44 @@ def _move_rows(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR091
     unit_row,  # noqa: ANN001
     unit_index,  # noqa: ANN001
     unit_rows,  # noqa: ANN001
-    unit_pages,  # noqa: ANN001
+    unit_start,  # noqa: ANN001
     pages,  # noqa: ANN001
     arena_address,  # noqa: ANN001
-    num_pieces,  # noqa: ANN001
-    num_blocks,  # noqa: ANN001
+    num_units,  # noqa: ANN001
     num_tasks,  # noqa: ANN001
+    num_blocks: tl.constexpr,
     is_load: tl.constexpr,
+    is_paged: tl.constexpr,
     word: tl.constexpr,
+    vector: tl.constexpr,
+    align: tl.constexpr,
     page_words: tl.constexpr,
     block: tl.constexpr,
 ):
     """A unit is one row of one chunk; a task is a part of one piece of a unit."""
     for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
-        piece = (task // num_blocks) % num_pieces
-        unit = task // (num_blocks * num_pieces)
-        words = tl.load(piece_words + piece)
+        unit = (task // num_blocks) % num_units
+        piece = task // (num_blocks * num_units)
+        words = tl.multiple_of(tl.load(piece_words + piece), vector)
         place = (task % num_blocks).to(tl.int64) * block + tl.arange(0, block)
         is_inside = place < words
         row = tl.load(unit_row + unit) * tl.load(piece_stride + piece)
-        device = tl.load(piece_address + piece).to(tl.pointer_type(word)) + row + place
+        device = tl.load(piece_address + piece).to(tl.pointer_type(word)) + row
         before = tl.load(piece_before + piece) * tl.load(unit_rows + unit)
-        payload = before + tl.load(unit_index + unit) * words + place
-        table = pages + tl.load(unit_pages + unit)
-        page = tl.load(table + payload // page_words, mask=is_inside, other=0)
-        host = arena_address.to(tl.pointer_type(word)) + page * page_words + payload % page_words
-        if is_load:
-            tl.store(device, tl.load(host, mask=is_inside), mask=is_inside)
+        payload = before + tl.load(unit_index + unit) * words
+        start = tl.load(unit_start + unit)
+        arena = arena_address.to(tl.pointer_type(word))
+        if is_paged:
+            of_payload = payload + place
+            page = tl.load(pages + start + of_payload // page_words, mask=is_inside, other=0)
+            host = arena + page * page_words + of_payload % page_words
         else:
-            tl.store(host, tl.load(device, mask=is_inside), mask=is_inside)
+            host = tl.multiple_of(arena + start + payload, align) + place
+        here = tl.multiple_of(device, align) + place
+        if is_load:
+            tl.store(here, tl.load(host, mask=is_inside), mask=is_inside)
+        else:
+            tl.store(host, tl.load(here, mask=is_inside), mask=is_inside)
 
 
 class _Pieces(NamedTuple):
@@ -85,6 +97,7 @@ class _Pieces(NamedTuple):
     num_blocks: int
     word: Any
     word_bytes: int
+    vector_words: int
 
 
 class PinnedRows:
@@ -112,53 +125,73 @@ class PinnedRows:
 
     def _compile(self) -> None:
         """Now, so that the first request does not wait for it."""
-        nothing = torch.zeros((5, 1), dtype=torch.int64, device=self._device)
+        nothing = np.empty((4, 0), dtype=np.int64)
         for pieces in self._groups:
             for is_load in (True, False):
-                self._start(pieces, nothing, 0, is_load=is_load)
+                for pages in ([], [nothing[0]]):
+                    self._start(pieces, nothing, pages, is_load=is_load)
 
     def _move(self, copies: Sequence[ChunkCopy], *, is_load: bool) -> None:
         for group_id, pieces in enumerate(self._groups):
             mine = [copy for copy in copies if copy.group_id == group_id]
-            if mine:
-                self._launch(pieces, mine, is_load=is_load)
-
-    def _launch(self, pieces: _Pieces, copies: list[ChunkCopy], *, is_load: bool) -> None:
-        units, pages = _units(copies, pieces.row_bytes), _page_table(copies)
-        num_units = units.shape[1]
-        sent = torch.from_numpy(np.concatenate([units.reshape(-1), pages])).to(self._device)
-        tables = [*sent[: units.size].view(4, num_units), sent[units.size :]]
-        num_tasks = num_units * pieces.num_pieces * pieces.num_blocks
-        self._start(pieces, tables, num_tasks, is_load=is_load)
+            whole = [copy for copy in mine if len(copy.extents) == 1]
+            if whole:
+                starts = [copy.extents[0].offset // pieces.word_bytes for copy in whole]
+                units = _units(whole, starts, pieces.row_bytes)
+                self._start(pieces, units, [], is_load=is_load)
+            if scattered := [copy for copy in mine if len(copy.extents) > 1]:
+                pages, starts = _page_table(scattered)
+                units = _units(scattered, starts, pieces.row_bytes)
+                self._start(pieces, units, pages, is_load=is_load)
 
     def _start(
-        self, pieces: _Pieces, tables: Iterable[torch.Tensor], num_tasks: int, *, is_load: bool
+        self,
+        pieces: _Pieces,
+        units: NDArray[np.int64],
+        pages: list[NDArray[np.int64]],
+        *,
+        is_load: bool,
     ) -> None:
         """Put the kernel on the stream.
 
         Args:
             pieces: the group's.
-            tables: of units and pages, as `_units` and `_page_table` make them.
-            num_tasks: parts of pieces of units.
+            units: as `_units` makes them.
+            pages: parts of the table that units start in; none: they start in the arena.
             is_load: which way.
         """
+        num_units = units.shape[1]
+        tables = self._send([units.reshape(-1), *pages])
         _move_rows[(_PROGRAMS,)](
             *pieces.table,
-            *tables,
+            *tables[: units.size].view(4, num_units),
+            tables[units.size :],
             self._arena_address,
-            pieces.num_pieces,
-            pieces.num_blocks,
-            num_tasks,
+            num_units,
+            num_units * pieces.num_pieces * pieces.num_blocks,
+            num_blocks=pieces.num_blocks,
             is_load=is_load,
+            is_paged=bool(pages),
             word=pieces.word,
+            vector=pieces.vector_words,
+            align=pieces.vector_words * pieces.word_bytes,
             page_words=PAGE_BYTES // pieces.word_bytes,
             block=_BLOCK,
             num_warps=_WARPS,
         )
 
+    def _send(self, parts: list[NDArray[np.int64]]) -> torch.Tensor:
+        """Numbers to the device, without waiting: out of pinned memory, that PyTorch keeps."""
+        sent = torch.empty(sum(map(len, parts)), dtype=torch.int64, pin_memory=True)
+        np.concatenate(parts, out=sent.numpy())
+        return sent.to(self._device, non_blocking=True)
+
     def _pieces(self, pieces: Sequence[torch.Tensor]) -> _Pieces:
         numbers = [n for p in pieces for n in (p.shape[1], p.stride(0), p.data_ptr())]
-        word, size = (tl.int64, 8) if not any(n % 8 for n in numbers) else (tl.uint8, 1)
+        word, size, vector = tl.uint8, 1, 1
+        if not any(n % _WORD_BYTES for n in numbers):
+            word, size = tl.int64, _WORD_BYTES
+            vector = 1 if any(n % (size * _VECTOR_WORDS) for n in numbers) else _VECTOR_WORDS
         words = [piece.shape[1] // size for piece in pieces]
         table = torch.tensor(
             [
@@ -171,35 +204,42 @@ class PinnedRows:
             device=self._device,
         )
         blocks = triton.cdiv(max(words), _BLOCK)
-        return _Pieces(table, sum(words) * size, len(pieces), blocks, word, size)
+        return _Pieces(table, sum(words) * size, len(pieces), blocks, word, size, vector)
 
 
-def _units(copies: Iterable[ChunkCopy], row_bytes: int) -> NDArray[np.int64]:
-    """For every row to move: its place on the device, in its payload, of how many, and its table.
+def _units(copies: Sequence[ChunkCopy], starts: Sequence[int], row_bytes: int) -> NDArray[np.int64]:
+    """For every row to move: its place on the device, in its payload, of how many, and the start.
+
+    Args:
+        copies: chunks of one group.
+        starts: of each chunk, which its rows share.
+        row_bytes: of the group.
 
     Raises:
         ValueError: a payload has not so many rows, or not whole ones.
     """
-    parts, first_page = [], 0
     for copy in copies:
         num_rows, rest = divmod(copy.payload_bytes, row_bytes)
         if rest or copy.first_row + len(copy.rows) > num_rows:
             raise ValueError(f"payload of {copy.payload_bytes} bytes, rows of {row_bytes}")
-        part = np.empty((4, len(copy.rows)), dtype=np.int64)
-        part[0] = copy.rows
-        part[1] = np.arange(copy.first_row, copy.first_row + len(copy.rows))
-        part[2], part[3] = num_rows, first_page
-        parts.append(part)
-        first_page += sum(extent.num_pages for extent in copy.extents)
-    return np.concatenate(parts, axis=1)
+    counts = np.array([len(copy.rows) for copy in copies], dtype=np.int64)
+    first_rows = np.array([copy.first_row for copy in copies], dtype=np.int64)
+    units = np.empty((4, counts.sum()), dtype=np.int64)
+    units[0] = np.fromiter(chain.from_iterable(copy.rows for copy in copies), dtype=np.int64)
+    units[1] = np.arange(units.shape[1])
+    units[1] += np.repeat(first_rows - counts.cumsum() + counts, counts)
+    units[2] = np.repeat([copy.payload_bytes // row_bytes for copy in copies], counts)
+    units[3] = np.repeat(starts, counts)
+    return units
 
 
-def _page_table(copies: Iterable[ChunkCopy]) -> NDArray[np.int64]:
-    """The arena's pages of every chunk, in the order of its payload."""
-    return np.concatenate(
-        [
-            np.arange(extent.first_page, extent.first_page + extent.num_pages, dtype=np.int64)
-            for copy in copies
-            for extent in copy.extents
-        ]
-    )
+def _page_table(copies: Iterable[ChunkCopy]) -> tuple[list[NDArray[np.int64]], list[int]]:
+    """The arena's pages of all chunks in the order of their payloads, and where each begins."""
+    parts, starts, num_pages = [], [], 0
+    for copy in copies:
+        starts.append(num_pages)
+        for extent in copy.extents:
+            stop = extent.first_page + extent.num_pages
+            parts.append(np.arange(extent.first_page, stop, dtype=np.int64))
+            num_pages += extent.num_pages
+    return parts, starts

@@ -62,9 +62,9 @@ class StagedRows:
 
     def _indexed(self, copies: Sequence[ChunkCopy]) -> zip[tuple[ChunkCopy, torch.Tensor]]:
         """Chunks with their rows on the device, sent there at once."""
-        rows = torch.tensor(
-            [row for copy in copies for row in copy.rows], dtype=torch.int64, device=self._device
-        )
+        numbers = [row for copy in copies for row in copy.rows]
+        rows = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+        rows = rows.to(self._device, non_blocking=True)
         return zip(copies, rows.split([len(copy.rows) for copy in copies]), strict=True)
 
     def _by_piece(

@@ -87,7 +87,7 @@ class Bed:
     @property
     def views(self) -> CacheViews:
         copies: Any = self.memory.copies
-        owner = copies if isinstance(copies, NativeQueue) else copies._copier._copier  # noqa: SLF001
+        owner = copies if isinstance(copies, NativeQueue) else copies._copier  # noqa: SLF001
         return cast("CacheViews", owner._views)  # noqa: SLF001
 
     def ask(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Answer:

@@ -495,6 +495,24 @@ class TestResets:
             assert not bed.side.host_keys()
             assert bed.ask(PROMPT).external_hit_tokens == 0
 
+    def test_a_request_that_loads_meanwhile_is_counted_once(
+        self, model: Models, copies: dict[str, Gate]
+    ) -> None:
+        with Bed(model("llama")) as bed:
+            bed.ask(PROMPT)
+            bed.drop_device()
+            copies["load"].close()
+            request = bed.engine.add_request(PROMPT, SamplingParams(max_tokens=2))
+            bed.step_until(lambda: bed.count(metrics.PENDING, "loads") > 0)
+            assert bed.side.renew()
+            copies["load"].open()
+            bed.step_until(lambda: is_loaded(request))
+            bed.side.allocated(request.request_id, (), 0)  # as vLLM does when a load has ended
+
+            assert bed.count(metrics.HIT_TOKENS) > 0
+            assert bed.count(metrics.LOOKUPS) == 2
+            assert bed.count(metrics.LOOKUP_TOKENS) == 2 * len(PROMPT)
+
 
 class TestPreemption:
     def test_source_blocks_of_stores_are_held(self, model: Models, copies: dict[str, Gate]) -> None:

@@ -31,11 +31,15 @@ COUNTED = {metric.name for metric in METRICS if metric.kind == "counter"}
 class Workload:
     """Requests that share prefixes, side by side, some of them aborted."""
 
-    def __init__(self, bed: Bed, seed: int, abort_share: float = 0.0) -> None:
+    def __init__(
+        self, bed: Bed, seed: int, *, abort_share: float = 0.0, most_tokens: int = 12
+    ) -> None:
         self.bed = bed
         self.random = random.Random(seed)  # noqa: S311 - a workload
         self.abort_share = abort_share
+        self.most_tokens = most_tokens
         self.prompt_tokens = 0
+        self.num_requests = 0
         self.num_preemptions = 0
         self._before: dict[tuple[str, ...], float] = {}
 
@@ -55,9 +59,10 @@ class Workload:
 
     def _request(self) -> Request:
         prompt = tokens_of(self.random.randint(1, 260), seed=self.random.randrange(6))
+        self.num_requests += 1
         self.prompt_tokens += len(prompt)
         return self.bed.engine.add_request(
-            prompt, SamplingParams(max_tokens=self.random.randint(1, 12))
+            prompt, SamplingParams(max_tokens=self.random.randint(1, self.most_tokens))
         )
 
     def _check_growth(self) -> None:
@@ -104,8 +109,7 @@ def test_tokens_by_source_add_up(
         work.run(12)
 
         assert bed.count(metrics.HIT_TOKENS) > 0
-        if not work.num_preemptions:
-            assert bed.count(metrics.LOOKUP_TOKENS) == work.prompt_tokens
+        assert bed.count(metrics.LOOKUP_TOKENS) == work.prompt_tokens
         for chunks in bed.groups:
             name, size = str(chunks.group_id), chunks.chunk_bytes
             assert bed.count(metrics.LOAD_BYTES, name) == size * copied["load", name]
@@ -133,3 +137,16 @@ def test_they_do_when_loads_fail_and_requests_are_aborted_and_preempted(
 
         assert bed.count(metrics.LOADS_FAILED) > 0
         assert bed.count(metrics.HIT_TOKENS) > 0
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_next"])
+def test_a_preempted_request_is_counted_once(arch: str, model: Models, tier: Tiers) -> None:
+    options = EngineOptions(num_blocks=NUM_BLOCKS[arch], max_step_tokens=64)
+    with Bed(model(arch), tier("filesystem"), options=options, host=SMALL_HOST) as bed:
+        work = Workload(bed, seed=2, most_tokens=80)
+        work.run(10)
+
+        assert work.num_preemptions > 0
+        assert bed.count(metrics.HIT_TOKENS) > 0
+        assert bed.count(metrics.LOOKUPS) == work.num_requests
+        assert bed.by_label(metrics.PROMPT_TOKENS).total() == work.prompt_tokens

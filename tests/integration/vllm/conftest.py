@@ -153,7 +153,7 @@ class Served:
     def views(self) -> CacheViews:
         """The only rank's caches, as bytes."""
         copies: Any = self.worker.copies
-        owner = copies if isinstance(copies, NativeQueue) else copies._copier._copier  # noqa: SLF001
+        owner = copies if isinstance(copies, NativeQueue) else copies._copier  # noqa: SLF001
         return cast("CacheViews", owner._views)  # noqa: SLF001
 
     def cached_bytes(self) -> dict[tuple[int, bytes], set[bytes]]:

@@ -134,7 +134,7 @@ def test_a_full_disk_costs_nothing_but_its_hits(
     assert cold.tokens == from_host.tokens == computed.tokens
 
 
-@pytest.mark.parametrize("held", ["read", "run"], ids=["promotion", "copy"])
+@pytest.mark.parametrize("held", ["read", "load"], ids=["promotion", "copy"])
 def test_an_abort_while_a_request_waits_leaves_nothing_behind(
     held: str,
     checkpoints: Any,

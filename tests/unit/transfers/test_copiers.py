@@ -19,9 +19,10 @@ from kvstrata.core.spans import ceil_div
 from kvstrata.tiers.host_arena import HostArena
 from kvstrata.tiers.room import PAGE_BYTES, Extent
 from kvstrata.transfers.cache_views import CacheViews
-from kvstrata.transfers.copiers import make_copier, make_queue
+from kvstrata.transfers.copiers import make_queue
 from kvstrata.transfers.copy_queue import ChunkCopy, CopyJob, CopyQueue
 from kvstrata.transfers.native_queue import NativeQueue, native_rows
+from kvstrata.transfers.plain_copier import PlainCopier
 
 from .cache_layouts import BLOCKS, CASES, KV_PAGE, Case, all_bytes, fill, two_layers
 
@@ -41,7 +42,7 @@ needs_native = pytest.mark.skipif(MAKE_ROWS is None, reason="the native copies w
 
 
 def plain(views: CacheViews, arena: HostArena) -> Copies:
-    return CopyQueue(make_copier(views, arena))
+    return CopyQueue(PlainCopier(views, arena))
 
 
 def native(views: CacheViews, arena: HostArena) -> Copies:

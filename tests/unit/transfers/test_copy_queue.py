@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstrata.core.ids import ChunkKey, GroupId
-from kvstrata.transfers.copy_queue import ChunkCopy, CopyJob, CopyQueue, OneByOne
+from kvstrata.transfers.copy_queue import ChunkCopy, CopyJob, CopyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def copier() -> Recording:
 
 @pytest.fixture
 def queue(copier: Recording) -> Iterator[CopyQueue]:
-    queue = CopyQueue(OneByOne(copier))
+    queue = CopyQueue(copier)
     yield queue
     copier.gate.set()
     queue.close()
