@@ -5,8 +5,9 @@ Three models' shapes with random weights; a local hit is what is left when a loa
     python benchmarks/vllm_gpu.py --out FOLDER [--models llama-8b,...] [--modes eager,graphs]
 
 Every engine runs in a process of its own and leaves one JSON file; `summary.json` puts them
-together. Answers with a connector must equal those without, restored bytes those that were
-computed, and logprobs after a restore those after a local hit; all three are in the results.
+together. Engines without a connector are not timed and run side by side. Answers with a connector
+must equal theirs, restored bytes those that were computed, and logprobs after a restore those after
+a local hit; all three are in the results.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 HOST_BYTES = 24 * 2**30
+ALONE_BYTES = 8 * 2**30
+"""For the caches of an engine that shares the GPU with others."""
 LENGTHS = (4_096, 32_768)
 NUM_PROMPTS = 1
 """Of each length."""
@@ -147,10 +150,11 @@ class Served:
             enforce_eager=mode == "eager",
             compilation_config=None if mode == "eager" else {"cudagraph_capture_sizes": [1, 2, 4]},
             max_model_len=36_000,
-            gpu_memory_utilization=0.7,
+            gpu_memory_utilization=0.7 if CONNECTORS[connector] else 0.25,
             enable_prefix_caching=True,
             seed=0,
             kv_transfer_config=CONNECTORS[connector],
+            kv_cache_memory_bytes=None if CONNECTORS[connector] else ALONE_BYTES,
         )
         self.llm.apply_model(draw_weights)
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -240,6 +244,7 @@ def check(served: Served, connector: str) -> dict[str, Any]:
         "cached_tokens": [local["cached_tokens"], again["cached_tokens"]],
         "logprobs_equal_local": again["logprobs"] == local["logprobs"],
         "tokens_equal_cold": again["tokens"] == cold["tokens"],
+        "restored_tokens": again["tokens"],
         "blocks_compared": len(common),
         "blocks_equal": sum(restored[key] <= computed[key] for key in common),
         "one_token_matters": served.ask(other, max_tokens=8)["logprobs"] != cold["logprobs"],
@@ -268,7 +273,7 @@ def measure(served: Served) -> list[dict[str, Any]]:
     return rows
 
 
-def run_one(model: str, mode: str, connector: str, out: Path) -> None:
+def run_one(out: Path, model: str, mode: str, connector: str) -> None:
     """One engine, from start to results."""
     import torch  # noqa: PLC0415
     import vllm  # noqa: PLC0415
@@ -300,25 +305,61 @@ def run_one(model: str, mode: str, connector: str, out: Path) -> None:
 
 def run_all(out: Path, models: list[str], modes: list[str], connectors: list[str]) -> None:
     """Each engine in its own process; one that fails is told of and left out."""
+    for mode in modes:
+        alone = [start(out, model, mode, "none") for model in models if "none" in connectors]
+        for engine in alone:
+            engine.wait_and_tell()
     for model in models:
         for mode in modes:
-            for connector in connectors:
-                start = time.monotonic()
-                code = subprocess.run(  # noqa: S603 - this script
-                    [sys.executable, __file__, "--out", out, "--one", model, mode, connector],
-                    timeout=280,
-                    check=False,
-                ).returncode
-                seconds = time.monotonic() - start
-                print(f"{model} {mode} {connector}: exit {code}, {seconds:.0f} s", flush=True)  # noqa: T201
+            for connector in (name for name in connectors if name != "none"):
+                start(out, model, mode, connector).wait_and_tell()
     results = [json.loads(path.read_text()) for path in sorted(out.glob("*-*-*.json"))]
-    for result in results:
-        result["check"]["tokens"] = result["check"].pop("cold")["tokens"]
+    compare_with_alone(results)
     (out / "summary.json").write_text(json.dumps(results, indent=1))
     for result in results:
         print(result["model"], result["mode"], result["connector"], result["check"])  # noqa: T201
         for row in result["times_ms"]:
             print("   ", row)  # noqa: T201
+
+
+class Running:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self._name, self._process = name, process
+        self._start = time.monotonic()
+
+    def wait_and_tell(self) -> None:
+        """Wait for its end, which is forced after a while."""
+        try:
+            code = self._process.wait(timeout=280)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        seconds = time.monotonic() - self._start
+        print(f"{self._name}: exit {code}, {seconds:.0f} s", flush=True)  # noqa: T201
+
+
+def start(out: Path, model: str, mode: str, connector: str) -> Running:
+    """Start one engine."""
+    command = [sys.executable, __file__, "--out", str(out), "--one", model, mode, connector]
+    return Running(f"{model} {mode} {connector}", subprocess.Popen(command))  # noqa: S603
+
+
+def compare_with_alone(results: list[dict[str, Any]]) -> None:
+    """Put into every check whether a restore has answered what an engine without connector did."""
+    alone = {
+        (result["model"], result["mode"]): result["check"]["cold"]["tokens"]
+        for result in results
+        if result["connector"] == "none"
+    }
+    for result in results:
+        check = result["check"]
+        check["tokens"] = check.pop("cold")["tokens"]
+        expected = alone.get((result["model"], result["mode"]))
+        check["tokens_equal_alone"] = (
+            None if expected is None else check["restored_tokens"] == expected
+        )
 
 
 def main() -> None:
@@ -331,7 +372,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "MODE", "CONNECTOR"))
     options = parser.parse_args()
     if options.one:
-        run_one(*options.one, options.out)
+        run_one(options.out, *options.one)
     else:
         names = (options.models, options.modes, options.connectors)
         run_all(options.out, *(text.split(",") for text in names))
