@@ -27,7 +27,7 @@ from kvstrata.tiers.wrapping import FailingStore, WrappedStore
 from kvstrata.transfers.copy_queue import CopyReport
 from kvstrata.transfers.plain_copier import PlainCopier
 
-from .support import GREEDY, Bed, expected_of, tokens_of
+from .support import GREEDY, Bed, expected_of, is_loaded, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
