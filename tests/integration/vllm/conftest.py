@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvstrata.core.ids import GroupId
+from kvstrata.testing.vllm_checkpoints import COMMON, make_checkpoint
 from kvstrata.transfers.native_queue import NativeQueue
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -27,39 +28,6 @@ if TYPE_CHECKING:
     from kvstrata.runtime.worker_side import RankMemory
     from kvstrata.transfers.cache_views import CacheViews
 
-_COMMON = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CHANGES: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"head_dim": 64, "intermediate_size": 256},
-    "mistral": _COMMON | {"head_dim": 64, "intermediate_size": 256, "sliding_window": 200},
-    "gemma3": _COMMON | {"head_dim": 64, "query_pre_attn_scalar": 64},
-    "lfm2": _COMMON
-    | {
-        "conv_dim": 256,
-        "conv_dim_out": 256,
-        "block_dim": 256,
-        "block_ff_dim": 256,
-        "intermediate_size": 256,
-        "block_multiple_of": 32,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-    },
-    "qwen3_next": _COMMON
-    | {
-        "head_dim": 64,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "dtype": "bfloat16",
-    },
-}
-"""What vLLM's CPU kernels want of a tiny model."""
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOss",
@@ -233,13 +201,11 @@ class Checkpoints:
         self._folder = folder
 
     def of(self, arch: str, seed: int = 0) -> Path:
-        from kvstrata.engine.tiny import make_tiny  # noqa: PLC0415
-
         folder = self._folder / f"{arch}-{seed}"
         if not folder.exists() and arch in FOREIGN:
             make_foreign(arch, folder)
         elif not folder.exists():
-            make_tiny(arch, folder, seed=seed, **CHANGES[arch])
+            make_checkpoint(arch, folder, seed)
         return folder
 
 
@@ -251,7 +217,7 @@ def make_foreign(arch: str, folder: Path) -> None:
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(
         transformers, f"{name}Config"
     )
-    settings = _COMMON | {"vocab_size": 256, "max_position_embeddings": 4096, "pad_token_id": 0}
+    settings = {**COMMON, "vocab_size": 256, "max_position_embeddings": 4096, "pad_token_id": 0}
     model = getattr(transformers, f"{name}ForCausalLM")(config_class(**settings | changes))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
