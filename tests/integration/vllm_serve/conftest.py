@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstrata.testing.vllm_server import Exam, VllmServer, make_checkpoint, running
+from kvstrata.testing.vllm_checkpoints import make_checkpoint
+from kvstrata.testing.vllm_exam import Exam
+from kvstrata.testing.vllm_server import VllmServer, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstrata.telemetry.event_subscriber import EventSubscriber
-from kvstrata.testing.vllm_server import Exam, VllmServer, running
+from kvstrata.testing.vllm_server import VllmServer, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from kvstrata.testing.vllm_exam import Exam
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

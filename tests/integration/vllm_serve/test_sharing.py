@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstrata.testing.servers import HOST, redis_server
-from kvstrata.testing.vllm_server import Exam, VllmServer, running
+from kvstrata.testing.vllm_server import VllmServer, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from kvstrata.testing.vllm_exam import Exam
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
