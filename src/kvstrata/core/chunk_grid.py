@@ -39,7 +39,8 @@ class GroupChunks:
     chunk_tokens: int
     hash_block_tokens: int
     generation: bytes = b""
-    """Part of every key; another one after each change of the weights in a running engine."""
+    """Part of every key; another one after each change of the weights in a running engine, and for
+    the weights of each adapter."""
 
     def __post_init__(self) -> None:
         group, size = self.group, self.chunk_tokens
@@ -144,6 +145,11 @@ class ChunkGeometry:
         """The same chunks under other keys."""
         groups = tuple(replace(chunks, generation=generation) for chunks in self.groups)
         return replace(self, groups=groups)
+
+    def adapted(self, weights: bytes) -> ChunkGeometry:
+        """The same chunks under keys of their own, for requests with an adapter."""
+        groups = (replace(c, generation=c.generation + weights) for c in self.groups)
+        return replace(self, groups=tuple(groups))
 
 
 class ChunkGrid:

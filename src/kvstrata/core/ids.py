@@ -13,7 +13,8 @@ BlockHash = NewType("BlockHash", bytes)
 ChunkKey = NewType("ChunkKey", bytes)
 """Identity of a chunk inside its namespace: the prefix hash at its end, then its group.
 
-Between the two stands a mark of the weights' generation, once they changed in a running engine.
+Between the two stand a mark of the weights' generation, once they changed in a running engine, and
+one of an adapter's weights.
 """
 
 _GROUP_BYTES: Final = 2

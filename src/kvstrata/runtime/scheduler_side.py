@@ -156,7 +156,7 @@ class SchedulerSide:
     @shielded(lambda: None)
     def add_request(self, request: NewRequest) -> None:
         """Start to find out what is known about its chunks."""
-        tracked = TrackedRequest(request, self._geometry)
+        tracked = TrackedRequest(request, self._geometry_for(request))
         self._requests[request.request_id] = tracked
         if self._has_tiers:
             self._loading.arrive(tracked)
@@ -238,9 +238,26 @@ class SchedulerSide:
         self._geometry = self._geometry.renewed(secrets.token_bytes(_GENERATION_BYTES))
         self._lazy = LazyStores(self._context, self._geometry) if self._is_lazy else None
         self._requests = {
-            name: request.renewed(self._geometry) for name, request in self._requests.items()
+            name: request.renewed(self._geometry_for(request.new))
+            for name, request in self._requests.items()
         }
         return True
+
+    @shielded(lambda: None)
+    def distrust_stores(self) -> None:
+        """What is not in host memory yet may not be what its keys say: it will not count."""
+        self._stores.void()
+        self._lazy = LazyStores(self._context, self._geometry) if self._is_lazy else None
+
+    @shielded(lambda: None)
+    def change_request(self, request: NewRequest) -> None:
+        """Another adapter answers a request than it was announced with.
+
+        It has other keys from now on, and what it has computed is not stored.
+        """
+        changed = self._requests[request.request_id].renewed(self._geometry_for(request))
+        changed.new = request
+        self._requests[request.request_id] = changed
 
     @shielded(lambda: None)
     def let_blocks_go(self) -> None:
@@ -311,6 +328,11 @@ class SchedulerSide:
         self._stack.check_invariants()
         for request in self._requests.values():
             assert not request.ledger.has_ended, request.request_id
+
+    def _geometry_for(self, request: NewRequest) -> ChunkGeometry:
+        if not request.adapter_weights:
+            return self._geometry
+        return self._geometry.adapted(request.adapter_weights)
 
     @property
     def _is_lazy(self) -> bool:

@@ -106,6 +106,8 @@ class NewRequest:
     num_prompt_tokens: int
     lora: str | None = None
     limits: RequestLimits = RequestLimits()
+    adapter_weights: bytes = b""
+    """A digest of the weights that are the request's own, besides the engine's; empty: none are."""
 
 
 @dataclass(frozen=True, slots=True)

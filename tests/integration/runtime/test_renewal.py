@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstrata.engine import SamplingParams
+from kvstrata.engine import EngineOptions, SamplingParams
 
 from .support import GREEDY, Bed, tokens_of
 
 if TYPE_CHECKING:
-    from kvstrata.runtime.seam import BlockTables
+    from collections.abc import Sequence
+
+    from kvstrata.runtime.seam import BlockTables, EndedLoads, NewRequest
 
     from .conftest import Models, Tiers
 
@@ -96,3 +99,71 @@ def test_sources_of_a_load_are_told_while_it_is_under_way(
             told.clear()
             answer = bed.ask(PROMPT)
             assert told == {source: answer.external_hit_tokens}
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_request_that_another_adapter_answers_is_not_stored_any_more(
+    mode: str, model: Models
+) -> None:
+    with Bed(model("llama"), store={"mode": mode}) as bed:
+        request = bed.engine.add_request(PROMPT, SamplingParams(max_tokens=20))
+        bed.step_until(lambda: bool(request.output))
+        tracked = bed.side._requests[request.request_id]  # noqa: SLF001 - looked into on purpose
+        stored = bed.side.host_keys()
+        bed.side.distrust_stores()
+        bed.side.change_request(replace(tracked.new, adapter_weights=b"other"))
+        bed.step_until(lambda: request.finish_reason is not None)
+        bed.settle()
+
+        assert bed.side.host_keys() == stored
+        assert not bed.side.holds_blocks
+
+
+def test_stores_that_are_doubted_do_not_count(
+    model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bed(model("llama")) as bed:
+        really = bed.side.report
+
+        def report(reports: Sequence[bytes]) -> EndedLoads:
+            bed.side.distrust_stores()
+            return really(reports)
+
+        monkeypatch.setattr(bed.side, "report", report)
+        bed.ask(PROMPT)
+
+        assert not bed.side.host_keys()
+
+
+def test_doubted_blocks_are_not_stored_when_they_leave_the_device(model: Models) -> None:
+    options = EngineOptions(num_blocks=24)
+    with Bed(model("llama"), options=options, store={"mode": "lazy"}) as bed:
+        for is_doubted in (False, True):
+            first, *others = (tokens_of(120, seed=10 * is_doubted + n) for n in range(1, 5))
+            bed.ask(first)
+            if is_doubted:
+                bed.side.distrust_stores()
+            for other in others:
+                bed.ask(other)
+            assert (bed.ask(first).external_hit_tokens > 0) is not is_doubted
+
+
+def test_an_adapters_weights_are_part_of_a_requests_keys(
+    model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits: list[int] = []
+    with Bed(model("llama")) as bed:
+        add = bed.side.add_request
+        for weights in (b"", b"red", b"blue", b"red"):
+
+            def with_adapter(new: NewRequest, weights: bytes = weights) -> None:
+                add(replace(new, adapter_weights=weights))
+
+            monkeypatch.setattr(bed.side, "add_request", with_adapter)
+            bed.drop_device()
+            hits.append(bed.ask(PROMPT).external_hit_tokens)
+        assert bed.side.renew()
+        bed.drop_device()
+        hits.append(bed.ask(PROMPT).external_hit_tokens)
+
+    assert [hit > 0 for hit in hits] == [False, False, False, True, False]

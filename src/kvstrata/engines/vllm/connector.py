@@ -5,7 +5,7 @@ One instance lives beside the scheduler, one beside each worker; each has one ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,12 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstrata.core.hashing import AdoptedHashes
+from kvstrata.engines.vllm.adapters import Adapters
 from kvstrata.engines.vllm.context import VllmContext, follow_resets
 from kvstrata.engines.vllm.events import events_for_vllm
 from kvstrata.engines.vllm.hit_sources import HitSources
 from kvstrata.engines.vllm.identity import read_identity
 from kvstrata.engines.vllm.layout import by_blocks, check_uniform, group_map, read_layout
 from kvstrata.engines.vllm.progress import read_progress
+from kvstrata.engines.vllm.rank_adapters import AdapterReport, Question, RankAdapters
 from kvstrata.engines.vllm.settings import read_settings, warn_of_failure_policy
 from kvstrata.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsFeed
 from kvstrata.runtime.assemble import make_scheduler_side, make_worker_side
@@ -48,6 +50,8 @@ class StepMetadata(KVConnectorMetadata):
     """A step's message from the scheduler half."""
 
     message: bytes
+    questions: dict[str, Question] = field(default_factory=dict)
+    """About adapters, by request."""
 
 
 @dataclass
@@ -55,11 +59,12 @@ class RankReports(KVConnectorWorkerMetadata):
     """The reports of some ranks, by rank."""
 
     by_rank: dict[int, bytes]
+    adapters: dict[int, AdapterReport | None] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReports:
         """Both."""
         assert isinstance(other, RankReports)
-        return RankReports(self.by_rank | other.by_rank)
+        return RankReports(self.by_rank | other.by_rank, self.adapters | other.adapters)
 
 
 class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
@@ -92,6 +97,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             warn_of_failure_policy(vllm_config)
             self._stats_feed = StatsFeed()
             self._hit_sources = HitSources(config)
+            self._adapters = Adapters(self._layout.parallel.num_ranks)
             self._scheduler_side = make_scheduler_side(
                 config, self._layout, max_request_tokens=vllm_config.model_config.max_model_len
             )
@@ -100,6 +106,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._rank = vllm_config.parallel_config.rank
             identity = read_identity(vllm_config, kv_cache_config)
             self._worker_side = make_worker_side(config, identity, self._rank)
+            self._rank_adapters = RankAdapters(vllm_config.lora_config)
 
     # --- beside the scheduler ---
 
@@ -114,17 +121,21 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         context = VllmContext(kv_cache_manager, self._groups, self._requests)
         self._scheduler_side.bind_scheduler_context(context)
         side = self._scheduler_side
-        follow_resets(kv_cache_manager.block_pool, side.let_blocks_go, side.announce_again)
+        follow_resets(kv_cache_manager.block_pool, self._let_go, side.announce_again)
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived."""
+        """A request has arrived; one with an adapter may have to wait for its weights' name."""
         self._requests[request.request_id] = request
-        self._scheduler_side.add_request(self._new_request(request))
+        if self._adapters.arrive(request.request_id, request.lora_request):
+            self._scheduler_side.add_request(self._new_request(request))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How much can be loaded; always asynchronously."""
+        if self._adapters.is_waiting(request.request_id):
+            return None, False
+        self._add_if_late(request)
         match = self._scheduler_side.match(request.request_id, num_computed_tokens)
         if match is None:
             return None, False
@@ -134,6 +145,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """A request has blocks."""
+        self._add_if_late(request)
         tables = self._groups.tables(blocks.get_block_ids())
         self._scheduler_side.allocated(request.request_id, tables, num_external_tokens)
 
@@ -144,12 +156,14 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What ranks shall do in this step."""
         progress = read_progress(scheduler_output, self._groups, self._requests)
-        return StepMetadata(self._scheduler_side.plan_step(progress))
+        message = self._scheduler_side.plan_step(progress)
+        return StepMetadata(message, self._adapters.take_questions())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What ranks have done."""
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, RankReports):
+            self._take_adapters(reports)
             ranks = range(self._layout.parallel.num_ranks)
             self._scheduler_side.report([reports.by_rank.get(rank, b"") for rank in ranks])
 
@@ -166,7 +180,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; blocks that are still copied from are held, the rest may be freed."""
         if self._requests.pop(request.request_id, None) is not None:
-            self._scheduler_side.finished(request.request_id)
+            if not self._adapters.stop_waiting(request.request_id):
+                self._scheduler_side.finished(request.request_id)
+            self._adapters.finish(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -226,6 +242,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         self._worker_side.start_step(metadata.message)
+        self._rank_adapters.ask(metadata.questions)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are done before a request runs."""
@@ -247,7 +264,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's report."""
-        return RankReports({self._rank: self._report})
+        return RankReports(
+            {self._rank: self._report}, {self._rank: self._rank_adapters.take_report()}
+        )
 
     # --- both ---
 
@@ -258,16 +277,36 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker_side.close()
 
+    def _let_go(self) -> None:
+        """Follow vLLM when it throws its cache away: an adapter's files may be others now."""
+        self._scheduler_side.let_blocks_go()
+        self._adapters.forget_loaded()
+
+    def _take_adapters(self, reports: RankReports) -> None:
+        """Before the stores of a step count: they may have been computed with another adapter."""
+        news = self._adapters.report(reports.adapters.values())
+        if news.is_change:
+            self._scheduler_side.distrust_stores()
+        for request_id in news.requests:
+            self._scheduler_side.change_request(self._new_request(self._requests[request_id]))
+
+    def _add_if_late(self, request: Request) -> None:
+        """Go on with a request that has waited for its adapter's weights."""
+        if self._adapters.stop_waiting(request.request_id):
+            self._scheduler_side.add_request(self._new_request(request))
+
     def _new_request(self, request: Request) -> NewRequest:
         tokens = self._layout.hash_block_tokens
         hashes = AdoptedHashes(request.block_hashes, engine_tokens=tokens, hash_block_tokens=tokens)
         params: dict[str, Any] = request.kv_transfer_params or {}
-        lora = request.lora_request
+        limits = RequestLimits(params.get("max_offload_tokens"), params.get("max_load_tokens"))
+        lora, weights = request.lora_request, self._adapters.weights_of(request.request_id)
         return NewRequest(
             request.request_id,
             hashes,
             request.all_token_ids,
             request.num_prompt_tokens,
             lora=None if lora is None else lora.lora_name,
-            limits=RequestLimits(params.get("max_offload_tokens"), params.get("max_load_tokens")),
+            limits=limits if weights is not None else RequestLimits(0, 0),
+            adapter_weights=weights or b"",
         )

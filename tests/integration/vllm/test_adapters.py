@@ -1,0 +1,261 @@
+"""Real vLLM with LoRA: every adapter's cache is its own, whatever its name and folder hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstrata.telemetry import metrics
+
+from .adapter_folders import make_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+OPTIONS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+def settings(store: Path) -> dict[str, Any]:
+    return {
+        "host": {"capacity": "64MiB"},
+        "tiers": [{"kind": "filesystem", "path": str(store), "min_free": "0B"}],
+        "load": {"decide": "always"},
+    }
+
+
+def adapter(folder: Path, number: int, **more: Any) -> Any:
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow to import
+
+    return LoRARequest(folder.name, number, str(folder), **more)
+
+
+def ask(engine: Any, prompt: list[int], lora: Any = None, max_tokens: int = 4) -> Any:
+    """An answer: tokens, logprobs, and how much of the prompt was cached."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, logprobs=3, ignore_eos=True, detokenize=False
+    )
+    [output] = engine.llm.generate(
+        [{"prompt_token_ids": prompt}], sampling, use_tqdm=False, lora_request=lora
+    )
+    [said] = output.outputs
+    logprobs = [{token: p.logprob for token, p in step.items()} for step in said.logprobs]
+    return list(said.token_ids), logprobs, output.num_cached_tokens
+
+
+def loaded_tokens(engine: Any, tier: str) -> float:
+    return sum(
+        float(s.value)
+        for s in engine.side.stats()
+        if s.name == metrics.HIT_TOKENS.name and s.labels == (tier,)
+    )
+
+
+@pytest.fixture(scope="module")
+def served(checkpoints: Any, serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One engine for all; each test brings adapters and prompts of its own."""
+    store = tmp_path_factory.mktemp("store")
+    with serve(checkpoints.of("llama"), settings(store), **OPTIONS) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("arch", ["llama", "lfm2"])
+def test_every_adapter_restores_what_is_its_own(
+    arch: str, checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    model, prompt = checkpoints.of(arch), prompt_of(900)
+    loras = [
+        None,
+        adapter(make_adapter(tmp_path / "red", model, seed=1), 1),
+        adapter(make_adapter(tmp_path / "blue", model, seed=2), 2),
+    ]
+    with serve(model, **OPTIONS) as plain:
+        expected = [ask(plain, prompt, lora)[0] for lora in loras]
+    with serve(model, settings(tmp_path / "store"), **OPTIONS) as engine:
+        cold = [ask(engine, prompt, lora) for lora in loras]
+        local = [ask(engine, prompt, lora) for lora in loras]
+        engine.drop_device_cache()
+        from_host = [ask(engine, prompt, lora) for lora in loras]
+        in_host = loaded_tokens(engine, "host")
+        engine.drop_device_cache()
+        assert engine.side.reset()
+        from_disk = [ask(engine, prompt, lora) for lora in loras]
+        on_disk = loaded_tokens(engine, "filesystem")
+        assert not engine.side.hook_faults
+
+    assert [cached for _, _, cached in cold] == [0, 0, 0]
+    assert len({str(logprobs) for _, logprobs, _ in local}) == 3, "adapters change the answer"
+    assert from_host == from_disk == local
+    assert in_host == on_disk == sum(cached for _, _, cached in local) > 0
+    assert [tokens for tokens, _, _ in from_host] == expected
+
+
+def test_other_weights_under_the_same_name_are_not_served_the_old_ones_chunks(
+    checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    model, prompt = checkpoints.of("llama"), prompt_of(900)
+    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
+    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
+    with serve(model, settings(tmp_path / "store"), **OPTIONS) as first:
+        old_red, old_blue = ask(first, prompt, red), ask(first, prompt, blue)
+        first.settle()
+    make_adapter(tmp_path / "red", model, seed=3)
+
+    with serve(model, settings(tmp_path / "store"), **OPTIONS) as second:
+        new_red, same_blue = ask(second, prompt, red), ask(second, prompt, blue)
+        make_adapter(tmp_path / "red", model, seed=1)  # the old one comes back
+        second.llm.llm_engine.remove_lora(red.lora_int_id)
+        second.drop_device_cache()
+        again_red = ask(second, prompt, red)
+        assert not second.side.hook_faults
+
+    assert new_red[2] == 0, "computed"
+    assert new_red[1] != old_red[1]
+    assert same_blue[0] == old_blue[0]
+    assert same_blue[2] > 0, "restored after the restart, by its first request"
+    assert again_red[0] == old_red[0]
+    assert again_red[2] > 0
+
+
+@pytest.mark.parametrize(("number", "way"), [(11, "load_inplace"), (12, "request"), (13, "remove")])
+def test_an_adapter_that_is_replaced_in_a_running_engine_starts_afresh(
+    served: Any, checkpoints: Any, prompt_of: Any, tmp_path: Path, number: int, way: str
+) -> None:
+    model, prompt = checkpoints.of("llama"), prompt_of(900, seed=number)
+    red = adapter(make_adapter(tmp_path / "red", model, seed=1), number)
+    old = ask(served, prompt, red)
+    served.drop_device_cache()
+    make_adapter(tmp_path / "red", model, seed=2)
+    anew = adapter(tmp_path / "red", number, load_inplace=True)
+    if way == "load_inplace":
+        served.llm.llm_engine.add_lora(anew)
+    elif way == "remove":
+        served.llm.llm_engine.remove_lora(number)
+        served.llm.llm_engine.add_lora(red)
+
+    new = ask(served, prompt, anew if way == "request" else red)
+    local = ask(served, prompt, red)
+    served.drop_device_cache()
+    restored = ask(served, prompt, red)
+
+    assert new[2] == 0, "nothing of the old one"
+    assert new[1] != old[1]
+    assert restored == local
+    assert restored[2] > 0
+    assert not served.side.hook_faults
+
+
+def test_what_another_adapter_goes_on_with_is_not_stored_as_the_first_ones(
+    served: Any, checkpoints: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    model, engine = checkpoints.of("llama"), served.llm.llm_engine
+    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 21)
+    sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": prompt_of(300, seed=21)}
+    before = served.side.host_keys()
+    engine.add_request("a", prompt, sampling, lora_request=red)
+    while served.side.host_keys() == before:
+        engine.step()
+    stored = served.side.host_keys()
+    make_adapter(tmp_path / "red", model, seed=2)
+    engine.add_lora(adapter(tmp_path / "red", 21, load_inplace=True))
+
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+
+    assert served.side.host_keys() == stored
+    assert not served.side.hook_faults
+
+
+def test_an_adapter_that_cannot_be_read_is_not_offloaded(
+    served: Any, checkpoints: Any, prompt_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstrata.engines.vllm import rank_adapters  # noqa: PLC0415 - needs vLLM
+
+    prompt, before = prompt_of(600, seed=31), served.side.host_keys()
+    red = adapter(make_adapter(tmp_path / "red", checkpoints.of("llama"), seed=1), 31)
+    monkeypatch.setattr(rank_adapters, "files_digest", lambda path: rank_adapters.UNKNOWN)  # noqa: ARG005
+
+    answers = [ask(served, prompt, red)]
+    served.drop_device_cache()
+    answers.append(ask(served, prompt, red))
+    served.settle()
+
+    assert [cached for _, _, cached in answers] == [0, 0]
+    assert served.side.host_keys() == before
+    ask(served, prompt)
+    served.settle()
+    assert served.side.host_keys() > before, "a request without one is"
+    assert not served.side.hook_faults
+
+
+def test_a_request_goes_on_when_no_rank_says_what_its_adapter_is(
+    served: Any, checkpoints: Any, prompt_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstrata.engines.vllm import adapters, rank_adapters  # noqa: PLC0415
+
+    monkeypatch.setattr(rank_adapters.RankAdapters, "take_report", lambda self: None)  # noqa: ARG005
+    monkeypatch.setattr(adapters, "_PATIENCE_S", 0.2)
+    red = adapter(make_adapter(tmp_path / "red", checkpoints.of("llama"), seed=1), 41)
+    before = served.side.host_keys()
+
+    tokens, _, cached = ask(served, prompt_of(600, seed=41), red)
+    served.settle()
+
+    assert (len(tokens), cached) == (4, 0)
+    assert served.side.host_keys() == before
+    assert not served.side.hook_faults
+
+
+def test_ranks_must_agree(tmp_path: Path) -> None:
+    from kvstrata.engines.vllm.adapters import Adapters  # noqa: PLC0415
+    from kvstrata.engines.vllm.rank_adapters import AdapterReport  # noqa: PLC0415
+
+    adapters = Adapters(num_ranks=2)
+    red = adapter(tmp_path / "red", 1)
+    for name in ("alike", "unlike", "partly"):
+        assert not adapters.arrive(name, red)
+        assert adapters.is_waiting(name)
+    assert adapters.take_questions().keys() == {"alike", "unlike", "partly"}
+    adapters.report(
+        [
+            AdapterReport({"alike": b"1", "unlike": b"1", "partly": b"1"}, {}),
+            AdapterReport({"alike": b"1", "unlike": b"2"}, {}),
+        ]
+    )
+
+    assert not any(map(adapters.is_waiting, ("alike", "unlike", "partly")))
+    assert adapters.weights_of("alike") == b"1"
+    assert adapters.weights_of("unlike") is None
+    assert adapters.weights_of("partly") is None
+    assert adapters.weights_of("without an adapter") == b""
+
+
+def test_what_ended_in_the_step_of_a_change_is_doubted_too(tmp_path: Path) -> None:
+    from kvstrata.engines.vllm.adapters import Adapters  # noqa: PLC0415
+    from kvstrata.engines.vllm.rank_adapters import AdapterReport  # noqa: PLC0415
+
+    adapters, red = Adapters(num_ranks=1), adapter(tmp_path / "red", 1)
+    adapters.report([AdapterReport({}, {1: b"old"})])
+    assert adapters.arrive("ended", red)
+    assert adapters.arrive("living", red)
+    adapters.finish("ended")
+    assert adapters.report([AdapterReport({}, {1: b"old"})]) == (False, [])
+    adapters.finish("living")
+
+    assert adapters.report([AdapterReport({}, {1: b"new"})]) == (True, [])
+    assert adapters.arrive("later", red)
+    assert adapters.weights_of("later") == b"new"
+    assert adapters.report([AdapterReport({}, {1: b"newer"})]) == (True, ["later"])
