@@ -131,11 +131,12 @@ def test_they_do_when_loads_fail_and_requests_are_aborted_and_preempted(
         really(self, copy)
 
     monkeypatch.setattr(PlainCopier, "load", unreliable)
-    options = EngineOptions(num_blocks=NUM_BLOCKS[arch], max_step_tokens=64)
+    options = EngineOptions(num_blocks=TOO_FEW[arch], max_step_tokens=64)
     with Bed(model(arch), tier("filesystem"), options=options, host=SMALL_HOST) as bed:
-        work = Workload(bed, seed=2, abort_share=0.03)
-        work.run(15)
+        work = Workload(bed, seed=2, abort_share=0.01, most_tokens=80)
+        work.run(8)
 
+        assert work.num_preemptions > 0
         assert bed.count(metrics.LOADS_FAILED) > 0
         assert bed.count(metrics.HIT_TOKENS) > 0
 
@@ -145,7 +146,7 @@ def test_a_preempted_request_is_counted_once(arch: str, model: Models, tier: Tie
     options = EngineOptions(num_blocks=TOO_FEW[arch], max_step_tokens=64)
     with Bed(model(arch), tier("filesystem"), options=options, host=SMALL_HOST) as bed:
         work = Workload(bed, seed=2, most_tokens=80)
-        work.run(10)
+        work.run(5)
 
         assert work.num_preemptions > 0
         assert bed.count(metrics.HIT_TOKENS) > 0
