@@ -5,37 +5,49 @@ Three models' shapes with random weights; a local hit is what is left when a loa
     python benchmarks/vllm_gpu.py --out FOLDER [--models llama-8b,...] [--modes eager,graphs]
 
 Every engine runs in a process of its own and leaves one JSON file; `summary.json` puts them
-together. Engines without a connector are not timed and run side by side. Answers with a connector
-must equal theirs, restored bytes those that were computed, and logprobs after a restore those after
-a local hit; all three are in the results.
+together. Engines may start side by side, which takes minutes; they are timed one after another.
+Restored bytes must equal those that were computed, logprobs after a restore those after a local
+hit, and tokens those of an engine without a connector, after a hit of its own; all three are in the
+results.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import itertools
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-HOST_BYTES = 24 * 2**30
-ALONE_BYTES = 8 * 2**30
-"""For the caches of an engine that shares the GPU with others."""
+HOST_BYTES = 16 * 2**30
+CACHE_BYTES = 10 * 2**30
+"""On the GPU, of every engine: several have to fit."""
 LENGTHS = (4_096, 32_768)
 NUM_PROMPTS = 1
 """Of each length."""
 NUM_RESTORES = 5
 """Of each prompt."""
-CHECKED_TOKENS = 39 * 128 + 1
-"""The longest local hit and the longest restore end at the same token."""
+CHECKED_TOKENS = 6 * 768 + 1
+"""The longest local hit and the longest restore end at the same token: blocks have 16 or 528
+tokens, chunks 128, 192, 256 or 528."""
+GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+"""Every fourth of the sizes that vLLM captures by itself, which takes too long here."""
+START_LIMIT_S = 240.0
 VOCABULARY = 32_000
 
 COMMON = {
@@ -148,13 +160,13 @@ class Served:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             enforce_eager=mode == "eager",
-            compilation_config=None if mode == "eager" else {"cudagraph_capture_sizes": [1, 2, 4]},
+            compilation_config=None if mode == "eager" else {"cudagraph_capture_sizes": GRAPHS},
             max_model_len=36_000,
-            gpu_memory_utilization=0.7 if CONNECTORS[connector] else 0.25,
+            gpu_memory_utilization=0.1,
             enable_prefix_caching=True,
             seed=0,
             kv_transfer_config=CONNECTORS[connector],
-            kv_cache_memory_bytes=None if CONNECTORS[connector] else ALONE_BYTES,
+            kv_cache_memory_bytes=CACHE_BYTES,
         )
         self.llm.apply_model(draw_weights)
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -240,7 +252,7 @@ def check(served: Served, connector: str) -> dict[str, Any]:
     restored = served.cached_bytes() if connector == "kvstrata" else {}
     common = computed.keys() & restored.keys()
     return {
-        "cold": cold,
+        "local_tokens": local["tokens"],
         "cached_tokens": [local["cached_tokens"], again["cached_tokens"]],
         "logprobs_equal_local": again["logprobs"] == local["logprobs"],
         "tokens_equal_cold": again["tokens"] == cold["tokens"],
@@ -273,7 +285,36 @@ def measure(served: Served) -> list[dict[str, Any]]:
     return rows
 
 
-def run_one(out: Path, model: str, mode: str, connector: str) -> None:
+class Turns:
+    """Engines that were started side by side are timed one by one, once all of them stand.
+
+    Args:
+        folder: where they meet.
+        num_engines: how many there are; 0: nothing is timed.
+    """
+
+    def __init__(self, folder: Path, num_engines: int) -> None:
+        self._folder = folder
+        self._num_engines = num_engines
+        self.are_timed = num_engines > 0
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        """Wait for the others to stand, and for those that are before."""
+        (self._folder / f"{os.getpid()}.stands").touch()
+        end = time.monotonic() + START_LIMIT_S  # one may have failed
+        while time.monotonic() < end and self._num_standing < self._num_engines:
+            time.sleep(0.1)
+        with (self._folder / "turn.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @property
+    def _num_standing(self) -> int:
+        return len(list(self._folder.glob("*.stands")))
+
+
+def run_one(out: Path, turns: Turns, model: str, mode: str, connector: str) -> None:
     """One engine, from start to results."""
     import torch  # noqa: PLC0415
     import vllm  # noqa: PLC0415
@@ -286,13 +327,16 @@ def run_one(out: Path, model: str, mode: str, connector: str) -> None:
         f"{type(g.kv_cache_spec).__name__}/{g.kv_cache_spec.block_size}/{len(g.layer_names)}"
         for g in served.core.scheduler.kv_cache_config.kv_cache_groups
     ]
+    checked = check(served, connector)
+    with turns.mine():
+        times = measure(served) if turns.are_timed and connector != "none" else []
     result = {
         "model": model,
         "mode": mode,
         "connector": connector,
         "groups": groups,
-        "check": check(served, connector),
-        "times_ms": measure(served) if connector != "none" else [],
+        "check": checked,
+        "times_ms": times,
         "hardware": torch.cuda.get_device_name(),
         "versions": {
             "vllm": vllm.__version__,
@@ -303,16 +347,18 @@ def run_one(out: Path, model: str, mode: str, connector: str) -> None:
     (out / f"{model}-{mode}-{connector}.json").write_text(json.dumps(result, indent=1))
 
 
-def run_all(out: Path, models: list[str], modes: list[str], connectors: list[str]) -> None:
-    """Each engine in its own process; one that fails is told of and left out."""
-    for mode in modes:
-        alone = [start(out, model, mode, "none") for model in models if "none" in connectors]
-        for engine in alone:
-            engine.wait_and_tell()
-    for model in models:
-        for mode in modes:
-            for connector in (name for name in connectors if name != "none"):
-                start(out, model, mode, connector).wait_and_tell()
+Name = tuple[str, str, str]
+"""An engine: model, mode, connector."""
+
+
+def run_all(out: Path, names: list[Name], at_once: int, *, are_timed: bool) -> None:
+    """Each engine in its own process, so many at once; one that fails is told of and left out."""
+    for first in range(0, len(names), at_once):
+        batch = names[first : first + at_once]
+        with tempfile.TemporaryDirectory() as folder:
+            running = [Running(name, out, f"{folder}:{len(batch) * are_timed}") for name in batch]
+            for engine in running:
+                engine.wait_and_tell()
     results = [json.loads(path.read_text()) for path in sorted(out.glob("*-*-*.json"))]
     compare_with_alone(results)
     (out / "summary.json").write_text(json.dumps(results, indent=1))
@@ -323,16 +369,24 @@ def run_all(out: Path, models: list[str], modes: list[str], connectors: list[str
 
 
 class Running:
-    """An engine in a process of its own."""
+    """An engine in a process of its own.
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self._name, self._process = name, process
+    Args:
+        name: which one.
+        out: where it leaves its results.
+        turns: where it meets the others, and how many they are.
+    """
+
+    def __init__(self, name: Name, out: Path, turns: str) -> None:
+        self._name = " ".join(name)
         self._start = time.monotonic()
+        command = [sys.executable, __file__, "--out", str(out), "--turns", turns, "--one", *name]
+        self._process = subprocess.Popen(command)  # noqa: S603 - this script
 
     def wait_and_tell(self) -> None:
         """Wait for its end, which is forced after a while."""
         try:
-            code = self._process.wait(timeout=280)
+            code = self._process.wait(timeout=START_LIMIT_S + 100)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
@@ -340,26 +394,18 @@ class Running:
         print(f"{self._name}: exit {code}, {seconds:.0f} s", flush=True)  # noqa: T201
 
 
-def start(out: Path, model: str, mode: str, connector: str) -> Running:
-    """Start one engine."""
-    command = [sys.executable, __file__, "--out", str(out), "--one", model, mode, connector]
-    return Running(f"{model} {mode} {connector}", subprocess.Popen(command))  # noqa: S603
-
-
 def compare_with_alone(results: list[dict[str, Any]]) -> None:
-    """Put into every check whether a restore has answered what an engine without connector did."""
+    """Put into every check whether a restore was answered as by an engine without a connector."""
     alone = {
-        (result["model"], result["mode"]): result["check"]["cold"]["tokens"]
+        (result["model"], result["mode"]): result["check"]["local_tokens"]
         for result in results
         if result["connector"] == "none"
     }
     for result in results:
-        check = result["check"]
-        check["tokens"] = check.pop("cold")["tokens"]
         expected = alone.get((result["model"], result["mode"]))
-        check["tokens_equal_alone"] = (
-            None if expected is None else check["restored_tokens"] == expected
-        )
+        if expected is not None and result["connector"] != "none":
+            check = result["check"]
+            check["tokens_equal_alone"] = check["restored_tokens"] == expected
 
 
 def main() -> None:
@@ -369,13 +415,21 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--modes", default="eager,graphs")
     parser.add_argument("--connectors", default=",".join(CONNECTORS))
+    parser.add_argument("--engines", help="MODEL/MODE/CONNECTOR,... instead of all of those")
+    parser.add_argument("--at-once", type=int, default=3, help="engines that start side by side")
+    parser.add_argument("--checks-only", action="store_true", help="time nothing")
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "MODE", "CONNECTOR"))
+    parser.add_argument("--turns", help="FOLDER:COUNT, for one of several engines")
     options = parser.parse_args()
     if options.one:
-        run_one(options.out, *options.one)
-    else:
-        names = (options.models, options.modes, options.connectors)
-        run_all(options.out, *(text.split(",") for text in names))
+        folder, _, count = options.turns.partition(":")
+        run_one(options.out, Turns(Path(folder), int(count)), *options.one)
+        return
+    texts = (options.models, options.modes, options.connectors)
+    names = list(itertools.product(*(text.split(",") for text in texts)))
+    if options.engines:
+        names = [tuple(text.split("/")) for text in options.engines.split(",")]
+    run_all(options.out, names, options.at_once, are_timed=not options.checks_only)
 
 
 if __name__ == "__main__":
