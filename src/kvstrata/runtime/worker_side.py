@@ -1,8 +1,8 @@
 """The half beside one rank: moves bytes, decides nothing.
 
 A step's message brings copies between the device and the arena, and jobs for the tiers below. Loads
-start before the rank computes, stores after it; both run on threads of their own. What has ended
-goes back with the step's report. Engines that do not say when a step was computed have its stores
+start before the rank computes, stores after it; both run beside it. What has ended goes back with
+the step's report. Engines that do not say when a step was computed have its stores
 started with the next one: their blocks are held until then.
 
 Ownership: the rank's thread calls everything here; threads own what their queues say.
