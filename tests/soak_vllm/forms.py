@@ -48,6 +48,7 @@ class Form:
             "path": str(store),
             "quota": self.quota_bytes,
             "fault_share": 0.05,
+            "hang_s": 1.5 * LOAD_DEADLINE_S,
             "seed": seed,
         }
         tier = {

@@ -35,7 +35,7 @@ class FaultyStore(WrappedStore):
     Of its calls a share fails, hangs for a while, loses what it wrote, or damages it.
 
     Args:
-        config: `options` has path, fault_share, seed, and settings of the filesystem tier.
+        config: `options` has path, fault_share, hang_s, seed, and settings of the filesystem tier.
         namespace: whose chunks.
         rank: whose part of them.
     """
@@ -43,6 +43,7 @@ class FaultyStore(WrappedStore):
     def __init__(self, config: CustomTierConfig, namespace: Namespace, rank: Rank) -> None:
         options: dict[str, Any] = dict(config.options)
         self._share = float(options.pop("fault_share", 0.1))
+        self._hang_s = float(options.pop("hang_s", 0.3))
         self._random = random.Random(int(options.pop("seed", 0)) * 1000 + rank.index)  # noqa: S311
         self._mutex = threading.Lock()
         self._path = Path(options["path"])
@@ -76,7 +77,7 @@ class FaultyStore(WrappedStore):
 
     def _fault(self, keys: Sequence[ChunkKey]) -> TierOutcome | None:
         if self._is_time(self._share / 10):
-            time.sleep(0.3)
+            time.sleep(self._hang_s)
         if not self._is_time(self._share):
             return None
         error: TierError = TierUnavailable("faulty", "a fault on purpose", keys)
