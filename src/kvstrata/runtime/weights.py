@@ -3,7 +3,7 @@
 Every safetensors file gives its header (names, shapes, dtypes), its size, and samples of its data:
 at fixed distances, and at the start of every tensor, because a fine-tuned model may differ in a few
 small ones alone. A model's name or modification times play no part, so copies of one model share
-their cache.
+their cache. What was read of a file is remembered until it is touched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.errors import ModelError
+from kvstrata.runtime.digest_cache import DigestCache, user_cache_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,7 @@ _SAMPLE_BYTES: Final = 4096
 _LENGTH_BYTES: Final = 8
 _MOST_HEADER_BYTES: Final = 100 * 2**20
 _METADATA: Final = "__metadata__"
+_SCHEME: Final = "kvstrata/weights/1"
 
 
 def weights_digest(folder: Path) -> str:
@@ -33,11 +35,13 @@ def weights_digest(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no safetensors; expected the model's weights")
-    digest = hashlib.sha256(b"kvstrata/weights/1")
+    digest = hashlib.sha256(_SCHEME.encode())
+    cache_folder = user_cache_folder()
+    cache = DigestCache(cache_folder and cache_folder / "weights", _SCHEME)
     try:
         digest.update((folder / "config.json").read_bytes())
         for path in files:
-            digest.update(_file_digest(path))
+            digest.update(cache.digest(path, _file_digest))
     except OSError as error:
         raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
     return digest.hexdigest()
