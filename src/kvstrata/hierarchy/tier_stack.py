@@ -10,11 +10,12 @@ Ownership: everything belongs to the scheduler thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.lookups import ChunkLookup, LookupCodes, to_codes
 from kvstrata.core.outcomes import Deadline
 from kvstrata.errors import ChunkCorrupt
+from kvstrata.hierarchy.changes import ChangesDraft, Moved
 from kvstrata.hierarchy.demotions import Demotions
 from kvstrata.hierarchy.known_chunks import Presence
 from kvstrata.hierarchy.lower_tier import standing
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvstrata.core.chunk_label import ChunkLabel
     from kvstrata.core.ids import ChunkKey
+    from kvstrata.hierarchy.changes import Changes
     from kvstrata.hierarchy.lower_tier import Fault, LowerTier
     from kvstrata.hierarchy.ranks import TierReport
     from kvstrata.tiers.host_memory import HostMemoryIndex
@@ -34,35 +36,6 @@ _CHECK_S: Final = 10.0
 """How long a question may take that nobody waits for."""
 _MOST_REPORTED: Final = 100_000
 """Corrupt chunks remembered as reported; then all are forgotten."""
-
-
-class Moved(NamedTuple):
-    """Bytes that one job read from or wrote to a lower tier, on each rank."""
-
-    tier: str
-    verb: Verb
-    num_bytes: int
-    seconds: float
-
-
-class Changes(NamedTuple):
-    """What `poll` brought."""
-
-    arrived: tuple[tuple[str, ChunkKey], ...]
-    """READY in host memory now, with the tier they came from."""
-    lost: tuple[ChunkKey, ...]
-    """Promotions that ended without their chunk."""
-    evicted: tuple[ChunkKey, ...]
-    """Left host memory to make room for promotions."""
-    written: tuple[tuple[str, ChunkKey], ...]
-    """In a lower tier now, on every rank."""
-    faults: tuple[Fault, ...]
-    """New ones; a corrupt chunk is reported once."""
-    moved: tuple[Moved, ...] = ()
-    found: tuple[tuple[str, ChunkKey], ...] = ()
-    """Known to be in a lower tier now, though nobody here wrote them."""
-    gone: tuple[tuple[str, ChunkKey], ...] = ()
-    """Known not to be in a lower tier, or to be bad there."""
 
 
 class TierStack:
@@ -140,46 +113,12 @@ class TierStack:
 
     def poll(self) -> Changes:
         """Apply what the ranks have reported. Never blocks."""
-        arrived: list[tuple[str, ChunkKey]] = []
-        written: list[tuple[str, ChunkKey]] = []
-        faults: list[Fault] = []
-        moved: list[Moved] = []
-        found: list[tuple[str, ChunkKey]] = []
-        gone: dict[tuple[str, ChunkKey], None] = {}
+        draft = ChangesDraft()
         for tier in self._tiers:
             for report in tier.ranks.take_reports():
-                if not report.released:
-                    faults.extend(f for f in tier.judge(report) if self._is_news(f))
-                if report.verb is Verb.WRITE:  # what a late one has done, nobody has said
-                    self._doubtful.update((tier.name, key) for key in report.released)
-                missing = _not_there(report)
-                outrun = self._outrun(tier, report)
-                self._doubtful.update((tier.name, key) for key in outrun)
-                gone |= dict.fromkeys((tier.name, key) for key in missing - outrun)
-                for key in report.outcome.done:  # there: what was said before is out of date
-                    gone.pop((tier.name, key), None)
-                if report.verb is Verb.FIND:
-                    self._answered(tier, report)
-                    found.extend((tier.name, key) for key in report.outcome.done)
-                    continue
-                is_read = report.verb is Verb.READ
-                jobs = self._promotions if is_read else self._demotions
-                sizes = jobs.ended(tier, report)
-                (arrived if is_read else written).extend((tier.name, key) for key in sizes)
-                if sizes:
-                    total = sum(sizes.values())
-                    moved.append(Moved(tier.name, report.verb, total, report.seconds))
+                self._take(tier, report, draft)
             self._ask_if_settled(tier)
-        return Changes(
-            tuple(arrived),
-            self._promotions.take_lost(),
-            self._promotions.take_evicted(),
-            tuple(written),
-            tuple(faults),
-            tuple(moved),
-            tuple(found),
-            tuple(gone),
-        )
+        return draft.finished(self._promotions.take_lost(), self._promotions.take_evicted())
 
     def evicted_below(self, index: int, keys: Sequence[ChunkKey]) -> str:
         """A lower tier let go of chunks by itself; its name.
@@ -214,6 +153,29 @@ class TierStack:
         """Assert that what is under way and what host memory holds agree."""
         self.host.check_invariants()
         assert self.host.num_arriving >= len(self._promotions)
+
+    def _take(self, tier: LowerTier, report: TierReport, draft: ChangesDraft) -> None:
+        if not report.released:
+            draft.faults.extend(fault for fault in tier.judge(report) if self._is_news(fault))
+        outrun = self._outrun(tier, report)
+        self._doubtful.update((tier.name, key) for key in outrun)
+        if report.verb is Verb.WRITE:  # what a late one has done, nobody has said
+            self._doubtful.update((tier.name, key) for key in report.released)
+        draft.note_presence(tier.name, report.outcome.done, _not_there(report) - outrun)
+        if report.verb is Verb.FIND:
+            self._answered(tier, report)
+            draft.found.extend((tier.name, key) for key in report.outcome.done)
+        else:
+            self._moved(tier, report, draft)
+
+    def _moved(self, tier: LowerTier, report: TierReport, draft: ChangesDraft) -> None:
+        """A read or a write has ended."""
+        is_read = report.verb is Verb.READ
+        sizes = (self._promotions if is_read else self._demotions).ended(tier, report)
+        (draft.arrived if is_read else draft.written).extend((tier.name, key) for key in sizes)
+        if sizes:
+            total = sum(sizes.values())
+            draft.moved.append(Moved(tier.name, report.verb, total, report.seconds))
 
     def _ask_if_settled(self, tier: LowerTier) -> None:
         """Ask a tier about chunks that are in doubt, once nothing writes them any more."""

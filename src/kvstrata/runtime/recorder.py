@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvstrata.core.chunk_label import ChunkLabel
     from kvstrata.core.ids import ChunkKey
-    from kvstrata.hierarchy.tier_stack import Changes
+    from kvstrata.hierarchy.changes import Changes
     from kvstrata.planning.load_plan import LoadPlan
     from kvstrata.planning.request_ledger import ChunkRef
     from kvstrata.runtime.load_jobs import Load

@@ -13,11 +13,12 @@ from kvstrata.core.chunk_label import ChunkLabel, Rank
 from kvstrata.core.lookups import ChunkLookup
 from kvstrata.errors import ChunkCorrupt, TierTimeout
 from kvstrata.hierarchy.breaker import Breaker, BreakerRules, BreakerState
+from kvstrata.hierarchy.changes import Changes
 from kvstrata.hierarchy.known_chunks import KnownChunks, Presence
 from kvstrata.hierarchy.lower_tier import LowerTier
 from kvstrata.hierarchy.ranks import LocalChannel, RankedTier
 from kvstrata.hierarchy.tier_io import TierIO
-from kvstrata.hierarchy.tier_stack import Changes, TierStack
+from kvstrata.hierarchy.tier_stack import TierStack
 from kvstrata.interfaces import ChunkStore
 from kvstrata.policies.lru import LruPolicy
 from kvstrata.testing.chunks import a_label, content, filled, within
@@ -86,7 +87,7 @@ class Bench:
 
     def poll_until(self, condition: Callable[[Changes], bool], seconds: float = 10) -> Changes:
         end = time.monotonic() + seconds
-        total = Changes((), (), (), (), ())
+        total = Changes()
         while not condition(total):
             assert time.monotonic() < end, f"waited in vain: {total}"
             total = together(total, self.stack.poll())
