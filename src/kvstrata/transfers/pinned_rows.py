@@ -9,7 +9,6 @@ several, the kernel finds each of its pages in a table, which is slower.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -18,9 +17,10 @@ import triton
 import triton.language as tl
 
 from kvstrata.tiers.room import PAGE_BYTES
+from kvstrata.transfers.row_units import page_table, row_units
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -137,11 +137,11 @@ class PinnedRows:
             whole = [copy for copy in mine if len(copy.extents) == 1]
             if whole:
                 starts = [copy.extents[0].offset // pieces.word_bytes for copy in whole]
-                units = _units(whole, starts, pieces.row_bytes)
+                units = row_units(whole, starts, pieces.row_bytes)
                 self._start(pieces, units, [], is_load=is_load)
             if scattered := [copy for copy in mine if len(copy.extents) > 1]:
-                pages, starts = _page_table(scattered)
-                units = _units(scattered, starts, pieces.row_bytes)
+                pages, starts = page_table(scattered)
+                units = row_units(scattered, starts, pieces.row_bytes)
                 self._start(pieces, units, pages, is_load=is_load)
 
     def _start(
@@ -156,7 +156,7 @@ class PinnedRows:
 
         Args:
             pieces: the group's.
-            units: as `_units` makes them.
+            units: as `row_units` makes them.
             pages: parts of the table that units start in; none: they start in the arena.
             is_load: which way.
         """
@@ -205,41 +205,3 @@ class PinnedRows:
         )
         blocks = triton.cdiv(max(words), _BLOCK)
         return _Pieces(table, sum(words) * size, len(pieces), blocks, word, size, vector)
-
-
-def _units(copies: Sequence[ChunkCopy], starts: Sequence[int], row_bytes: int) -> NDArray[np.int64]:
-    """For every row to move: its place on the device, in its payload, of how many, and the start.
-
-    Args:
-        copies: chunks of one group.
-        starts: of each chunk, which its rows share.
-        row_bytes: of the group.
-
-    Raises:
-        ValueError: a payload has not so many rows, or not whole ones.
-    """
-    for copy in copies:
-        num_rows, rest = divmod(copy.payload_bytes, row_bytes)
-        if rest or copy.first_row + len(copy.rows) > num_rows:
-            raise ValueError(f"payload of {copy.payload_bytes} bytes, rows of {row_bytes}")
-    counts = np.array([len(copy.rows) for copy in copies], dtype=np.int64)
-    first_rows = np.array([copy.first_row for copy in copies], dtype=np.int64)
-    units = np.empty((4, counts.sum()), dtype=np.int64)
-    units[0] = np.fromiter(chain.from_iterable(copy.rows for copy in copies), dtype=np.int64)
-    units[1] = np.arange(units.shape[1])
-    units[1] += np.repeat(first_rows - counts.cumsum() + counts, counts)
-    units[2] = np.repeat([copy.payload_bytes // row_bytes for copy in copies], counts)
-    units[3] = np.repeat(starts, counts)
-    return units
-
-
-def _page_table(copies: Iterable[ChunkCopy]) -> tuple[list[NDArray[np.int64]], list[int]]:
-    """The arena's pages of all chunks in the order of their payloads, and where each begins."""
-    parts, starts, num_pages = [], [], 0
-    for copy in copies:
-        starts.append(num_pages)
-        for extent in copy.extents:
-            stop = extent.first_page + extent.num_pages
-            parts.append(np.arange(extent.first_page, stop, dtype=np.int64))
-            num_pages += extent.num_pages
-    return parts, starts
