@@ -20,7 +20,7 @@ from kvstrata.runtime.assemble import ModelIdentity
 from kvstrata.runtime.weights import weights_digest
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _log = logging.getLogger(__name__)
@@ -44,10 +44,12 @@ def read_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> ModelIdenti
         "specs": [repr(group.kv_cache_spec) for group in config.kv_cache_groups],
         "rope": str(getattr(vllm_config.model_config.hf_config, "rope_parameters", None)),
         "own": _own_scales(vllm_config),
+        "draft": _draft(vllm_config),
     }
     kernels = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     hashing = f"vllm/{cache.prefix_caching_hash_algo}/{os.environ.get('PYTHONHASHSEED', '')}"
-    return ModelIdentity(_weights(vllm_config), hashing, f"/vllm/{kernels}")
+    weights = _weights(vllm_config, vllm_config.model_config)
+    return ModelIdentity(weights, hashing, f"/vllm/{kernels}")
 
 
 def _release(version: str) -> str:
@@ -69,13 +71,20 @@ def _own_scales(vllm_config: VllmConfig) -> str:
     return _engine_id(vllm_config) if is_own else ""
 
 
-def _weights(vllm_config: VllmConfig) -> str:
+def _draft(vllm_config: VllmConfig) -> str:
+    """The weights of a model that guesses: its caches lie beside those of the model itself."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return ""
+    return _weights(vllm_config, draft)
+
+
+def _weights(vllm_config: VllmConfig, model: ModelConfig) -> str:
     """A digest of the actual weights; where there are none to read, one that nobody shares."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
+    if vllm_config.load_config.load_format == "dummy":
         facts = ["dummy", model.model, model.revision, model.seed, model.hf_config.to_json_string()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
-    folder = _folder(vllm_config)
+    folder = _folder(vllm_config, model)
     if folder is not None and any(folder.glob("*.safetensors")):
         return weights_digest(folder)
     _log.warning(
@@ -86,9 +95,8 @@ def _weights(vllm_config: VllmConfig) -> str:
     return hashlib.sha256(_engine_id(vllm_config).encode()).hexdigest()
 
 
-def _folder(vllm_config: VllmConfig) -> Path | None:
-    """Where the model's files lie: named by the user, or downloaded."""
-    model = vllm_config.model_config
+def _folder(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+    """Where a model's files lie: named by the user, or downloaded."""
     if (folder := Path(model.model)).is_dir():
         return folder
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with vLLM
