@@ -48,7 +48,7 @@ test-soak: $(READY) ## hundreds of requests against tiny caches and broken tiers
 	KVSTRATA_SOAK=full $(BIN)/pytest -q -s --timeout 1800 -o faulthandler_timeout=0 tests/soak
 
 test-vllm: $(VLLM_READY) ## the connector on real vLLM (CPU build): in one process, in several, as servers, a short soak
-	$(BIN)/pytest -q tests/integration/vllm
+	$(BIN)/pytest -q -n 2 --dist loadfile tests/integration/vllm
 	$(BIN)/pytest -q -o faulthandler_timeout=0 tests/integration/vllm_serve
 	$(BIN)/pytest -q -o faulthandler_timeout=0 tests/soak_vllm
 

@@ -2,8 +2,8 @@
 
     python engine_process.py MODEL SETTINGS OPTIONS PROMPTS
 
-All but the model are JSON. Each prompt is asked cold, with a local hit, and after vLLM's own cache
-was thrown away.
+All but the model are JSON; a prompt is its tokens and an adapter's folder, or null. Each prompt is
+asked cold, with a local hit, and after vLLM's own cache was thrown away.
 """
 
 from __future__ import annotations
@@ -54,16 +54,22 @@ def main() -> None:
     )
 
 
-def ask(llm: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def ask(llm: Any, prompts: list[tuple[list[int], str | None]]) -> list[dict[str, Any]]:
     """Each prompt's answer, one after the other."""
     from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
     sampling = SamplingParams(
         temperature=0, max_tokens=6, logprobs=3, ignore_eos=True, detokenize=False
     )
     answers = []
-    for prompt in prompts:
-        [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    for tokens, folder in prompts:
+        [output] = llm.generate(
+            [{"prompt_token_ids": tokens}],
+            sampling,
+            use_tqdm=False,
+            lora_request=LoRARequest("adapter", 1, folder) if folder else None,
+        )
         [answer] = output.outputs
         answers.append(
             {

@@ -7,9 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from .adapter_folders import make_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,7 +25,11 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("engine_process.py")
 
 
-def run(model: Path, tier: dict[str, Any], prompts: list[list[int]], **options: Any) -> Any:
+Prompt = tuple[list[int], str | None]
+"""Tokens, and an adapter's folder."""
+
+
+def run(model: Path, tier: dict[str, Any], prompts: Sequence[Prompt], **options: Any) -> Any:
     """What one engine saw, from its start to its end."""
     settings = {
         "host": {"capacity": "64MiB"},
@@ -46,16 +55,19 @@ def test_two_ranks_restore_from_host_and_after_a_restart_from_disk(
 ) -> None:
     model = checkpoints.of("gemma3")
     tier = {"kind": "filesystem", "path": str(tmp_path / "store"), "min_free": "0B"}
-    prompts = [prompt_of(1500), prompt_of(1300, seed=1)]
+    adapter = make_adapter(tmp_path / "adapter", model, seed=1)
+    prompts = [(prompt_of(1500), None), (prompt_of(1500), str(adapter))]
+    options = {"tensor_parallel_size": 2, "enable_lora": True, "max_lora_rank": 8}
 
-    before = run(model, tier, prompts, tensor_parallel_size=2)
-    after = run(model, tier, prompts, tensor_parallel_size=2)
+    before = run(model, tier, prompts, **options)
+    after = run(model, tier, prompts, **options)
 
     local = before["local"]
     assert before["was_reset"]
     assert all(answer["cached_tokens"] >= 1024 for answer in local)
     assert before["restored"] == local
     assert after["first"] == local
+    assert local[0]["logprobs"] != local[1]["logprobs"], "the adapter changes nothing"
     names = {path.name.rpartition(".")[2] for path in (tmp_path / "store").glob("names*/*/*/*")}
     assert names == {"0of2", "1of2"}
 
@@ -71,7 +83,7 @@ def test_a_chunk_that_one_rank_could_not_write_is_not_offered(
         "store": "kvstrata.testing.lame_rank_store:LameRankStore",
         "options": {"path": str(tmp_path / "store"), "rank": 1, "most_tokens": 0},
     }
-    prompts = [prompt_of(1500)]
+    prompts = [(prompt_of(1500), None)]
 
     before = run(model, lame, prompts, tensor_parallel_size=2)
     after = run(model, lame, prompts, tensor_parallel_size=2)
