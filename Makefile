@@ -59,7 +59,7 @@ test-vllm-versions: $(VLLM_READY) ## the connector on the older versions of vLLM
 	@for version in 0.30.0 0.31.0; do \
 	  echo "vLLM $$version"; \
 	  PYTHONPATH=$(CURDIR)/.venv/vllm-$$version $(BIN)/pytest -q tests/integration/vllm/test_restore.py \
-	    -k "gemma3 or qwen3_next" || exit 1; \
+	    tests/integration/vllm/test_adapters.py -k "gemma3 or qwen3_next or same_name" || exit 1; \
 	done
 
 bench: $(READY) ## measure, against the goals
