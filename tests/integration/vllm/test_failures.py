@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -191,13 +192,52 @@ def is_waiting(served: Any, held: str) -> bool:
     return bool(side._stack.num_pending if held == "read" else len(side._loading))  # noqa: SLF001
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+class ToldAs:
+    """Counts preemptions, and tells the connector of them as one of vLLM's model runners is told.
+
+    The second runner sees requests that start again as new ones; it does not run on a CPU.
+    """
+
+    def __init__(self, connector: Any, runner: str) -> None:
+        self._build = connector.build_connector_meta
+        self._runner = runner
+        self.num_preempted = self.num_resumed = 0
+        connector.build_connector_meta = self
+
+    def __call__(self, output: Any) -> Any:
+        self.num_preempted += len(output.preempted_req_ids or ())
+        self.num_resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
+        return self._build(self._as_new(output) if self._runner == "second" else output)
+
+    def _as_new(self, output: Any) -> Any:
+        cached = output.scheduled_cached_reqs
+        new, rest = list(output.scheduled_new_reqs), []
+        for place, name in enumerate(cached.req_ids):
+            if name in cached.resumed_req_ids:
+                new.append(a_new_request(name, cached.num_computed_tokens[place]))
+            else:
+                rest.append(place)
+        kept = replace(
+            cached,
+            req_ids=[cached.req_ids[place] for place in rest],
+            resumed_req_ids=set(),
+            num_computed_tokens=[cached.num_computed_tokens[place] for place in rest],
+        )
+        return replace(output, scheduled_new_reqs=new, scheduled_cached_reqs=kept)
+
+
+def a_new_request(name: str, num_computed_tokens: int) -> Any:
+    from vllm.v1.core.sched.output import NewRequestData  # noqa: PLC0415
+
+    facts = dict.fromkeys(field.name for field in fields(NewRequestData))
+    return NewRequestData(**facts | {"req_id": name, "num_computed_tokens": num_computed_tokens})
+
+
+@pytest.mark.parametrize(
+    ("mode", "runner"), [("eager", "first"), ("lazy", "first"), ("eager", "second")]
+)
 def test_preemption_under_a_tiny_pool(
-    mode: str,
-    checkpoints: Any,
-    serve: Any,
-    prompt_of: Any,
-    tmp_path: Path,
+    mode: str, runner: str, checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
 ) -> None:
     prompts = [prompt_of(700, seed=seed) for seed in range(4)]
     with serve(checkpoints.of("gemma3")) as plain:
@@ -206,12 +246,15 @@ def test_preemption_under_a_tiny_pool(
     options = {"num_gpu_blocks_override": 48, "max_num_batched_tokens": 512}
 
     with serve(checkpoints.of("gemma3"), tiny, **options) as served:
+        told = ToldAs(served.core.scheduler.connector, runner)
         for _ in range(2):
             answers = served.ask(*prompts, max_tokens=150)
             assert [answer.tokens for answer in answers] == expected
         served.drop_device_cache()
         assert not served.side.hook_faults
         assert served.side.num_leases == 0
+    assert told.num_preempted > 0
+    assert told.num_resumed > 0
 
 
 def test_a_wrong_setting_stops_the_start(checkpoints: Any, serve: Any, tmp_path: Path) -> None:
