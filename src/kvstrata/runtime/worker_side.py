@@ -1,9 +1,9 @@
 """The half beside one rank: moves bytes, decides nothing.
 
 A step's message brings copies between the device and the arena, and jobs for the tiers below. Loads
-start before the rank computes, stores after it; both run beside it. What has ended goes back with
-the step's report. Engines that do not say when a step was computed have its stores
-started with the next one: their blocks are held until then.
+start with the message, stores after the step; both run beside what the rank computes. What has
+ended goes back with the step's report. Engines that do not say when a step was computed have its
+stores started with the next one: their blocks are held until then.
 
 Ownership: the rank's thread calls everything here; threads own what their queues say.
 """
@@ -54,9 +54,13 @@ class RankMemory:
 
     def close(self) -> None:
         """Stop all threads and give the arena back; a hung medium keeps its memory."""
-        self.copies.close()
-        for tier in self.tiers:
-            tier.close()
+        with contextlib.ExitStack() as closing:  # whatever one of them raises
+            closing.callback(self._close_arena)
+            for tier in self.tiers:
+                closing.callback(tier.close)
+            self.copies.close()
+
+    def _close_arena(self) -> None:
         with contextlib.suppress(BufferError):
             self.arena.close()
 

@@ -3,7 +3,8 @@
     store    rows -> one payload on the device -> the arena
     load     the arena -> one payload on the device -> rows
 
-One buffer serves all chunks: what a stream does is in order.
+One buffer serves all chunks of a direction: what a stream does is in order, and each direction has
+a stream of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WIDE: Final = torch.int64
 
 
 class StagedRows:
-    """Moves chunks one by one, on the current stream.
+    """Moves chunks one by one, on the current stream, always the same for loads and for stores.
 
     Args:
         views: the engine's caches, on a GPU.
@@ -35,12 +36,13 @@ class StagedRows:
         self._device = views.device
         self._arena = arena
         self._groups = [_widened(pieces) for pieces in views.pieces]
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._load_buffer = self._store_buffer = self._make_buffer(0)
 
     def load(self, copies: Sequence[ChunkCopy]) -> None:
         """From the arena into the caches; returns before the bytes are there."""
+        self._load_buffer = self._grown(self._load_buffer, copies)
         for copy, index in self._indexed(copies):
-            payload = self._payload(copy.payload_bytes)
+            payload = self._load_buffer[: copy.payload_bytes]
             done = 0
             for part in self._parts(copy):
                 payload[done : done + part.numel()].copy_(part, non_blocking=True)
@@ -51,8 +53,9 @@ class StagedRows:
 
     def store(self, copies: Sequence[ChunkCopy]) -> None:
         """From the caches into the arena; returns before the bytes are there."""
+        self._store_buffer = self._grown(self._store_buffer, copies)
         for copy, index in self._indexed(copies):
-            payload = self._payload(copy.payload_bytes)
+            payload = self._store_buffer[: copy.payload_bytes]
             for piece, rows in self._by_piece(copy, payload):
                 torch.index_select(piece, 0, index, out=rows)
             done = 0
@@ -79,11 +82,13 @@ class StagedRows:
             for piece, part in zip(pieces, parts, strict=True)
         ]
 
-    def _payload(self, num_bytes: int) -> torch.Tensor:
-        """Room on the device for a payload."""
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._buffer[:num_bytes]
+    def _grown(self, buffer: torch.Tensor, copies: Sequence[ChunkCopy]) -> torch.Tensor:
+        """Room on the device for the largest payload; what is dropped, this stream may reuse."""
+        largest = max(copy.payload_bytes for copy in copies)
+        return buffer if buffer.numel() >= largest else self._make_buffer(largest)
+
+    def _make_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _parts(self, copy: ChunkCopy) -> list[torch.Tensor]:
         """The chunk's memory, cut to its payload."""

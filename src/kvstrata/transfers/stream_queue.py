@@ -14,6 +14,7 @@ Ownership: the rank's thread calls everything here.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -96,10 +97,12 @@ class StreamQueue:
             for started in _ended(under_way)
         ]
 
-    def close(self) -> None:
-        """Wait for what is under way."""
-        for stream in self._under_way:
-            stream.synchronize()
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Wait for what is under way, which is everything, but not for a GPU that hangs."""
+        end = time.monotonic() + timeout_s
+        while any(self._under_way.values()) and time.monotonic() < end:
+            self.take_reports()
+            time.sleep(0.0005)
 
     def _start(self, job: CopyJob) -> _Started:
         """Put a job on the current stream."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstrata.telemetry import metrics
+from kvstrata.transfers import copiers
 
 from .adapter_folders import make_adapter
 
@@ -34,7 +36,7 @@ def settings(store: Path) -> dict[str, Any]:
 def adapter(folder: Path, number: int, **more: Any) -> Any:
     from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow to import
 
-    return LoRARequest(folder.name, number, str(folder), **more)
+    return LoRARequest(f"{folder.name}-{number}", number, str(folder), **more)
 
 
 def ask(engine: Any, prompt: list[int], lora: Any = None, max_tokens: int = 4) -> Any:
@@ -124,6 +126,105 @@ def test_other_weights_under_the_same_name_are_not_served_the_old_ones_chunks(
     assert same_blue[2] > 0, "restored after the restart, by its first request"
     assert again_red[0] == old_red[0]
     assert again_red[2] > 0
+
+
+def test_blocks_of_an_adapter_that_was_replaced_are_not_stored_as_the_new_ones(
+    checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    """Its files change, and nobody resets vLLM's cache: vLLM itself goes on with the old blocks."""
+    model, prompt = checkpoints.of("llama"), prompt_of(900)
+    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
+    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
+    with serve(model, **OPTIONS) as plain:
+        expected = ask(plain, prompt, blue)[0]
+    with serve(model, settings(tmp_path / "store"), **OPTIONS) as engine:
+        old = ask(engine, prompt, red)
+        make_adapter(tmp_path / "red", model, seed=2)
+        engine.llm.llm_engine.add_lora(adapter(tmp_path / "red", 1, load_inplace=True))
+        mixed = ask(engine, prompt, red)
+        engine.drop_device_cache()
+        after_reset = ask(engine, prompt, red)
+        local = ask(engine, prompt, red)
+        engine.drop_device_cache()
+        restored = ask(engine, prompt, red)
+        engine.settle()
+        assert not engine.side.hook_faults
+    with serve(model, settings(tmp_path / "store"), **OPTIONS) as again:
+        restarted = ask(again, prompt, red)
+
+    assert mixed[2] > 0, "vLLM has found the old one's blocks"
+    assert after_reset[2] == 0
+    assert old[0] != expected == after_reset[0]
+    assert restored == local
+    assert restored[2] > 0
+    assert restarted[0] == expected
+    assert restarted[2] > 0
+
+
+def test_an_adapter_is_asked_for_though_it_was_loaded_before(
+    checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    """Its blocks have left vLLM's cache one by one; its chunks are still in host memory."""
+    model, prompt = checkpoints.of("llama"), prompt_of(900)
+    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
+    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
+    with serve(model, **OPTIONS) as plain:
+        expected = ask(plain, prompt, blue)[0]
+    few = OPTIONS | {"num_gpu_blocks_override": 64, "block_size": 32, "max_model_len": 1024}
+    with serve(model, settings(tmp_path / "store"), **few) as engine:
+        ask(engine, prompt, red)
+        for seed in range(1, 4):
+            ask(engine, prompt_of(900, seed=seed))
+        engine.settle()
+        before = loaded_tokens(engine, "host")
+        make_adapter(tmp_path / "red", model, seed=2)
+        engine.llm.llm_engine.add_lora(adapter(tmp_path / "red", 1, load_inplace=True))
+        new = ask(engine, prompt, red)
+        assert loaded_tokens(engine, "host") == before
+        assert not engine.side.hook_faults
+
+    assert new[2] == 0
+    assert new[0] == expected
+
+
+def test_a_load_fails_if_the_adapter_is_replaced_meanwhile(
+    checkpoints: Any,
+    serve: Any,
+    prompt_of: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    model, prompt = checkpoints.of("llama"), prompt_of(900)
+    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
+    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
+    with serve(model, **OPTIONS) as plain:
+        expected = ask(plain, prompt, blue)[0]
+    monkeypatch.setattr(copiers, "native_rows", lambda: None)  # copies that can be held up
+    with serve(model, settings(tmp_path / "store"), **OPTIONS) as served:
+        ask(served, prompt, red)
+        served.drop_device_cache()
+        gate, copier = threading.Event(), served.worker.copies._copier  # noqa: SLF001
+        load = copier.load
+        monkeypatch.setattr(copier, "load", lambda copy: (gate.wait(20), load(copy)))
+        engine = served.llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        engine.add_request("a", {"prompt_token_ids": prompt}, sampling, lora_request=red)
+        while not len(served.side._loading):  # noqa: SLF001
+            engine.step()
+        make_adapter(tmp_path / "red", model, seed=2)
+        engine.add_lora(adapter(tmp_path / "red", 1, load_inplace=True))
+        gate.set()
+        answers = []
+        while engine.has_unfinished_requests():
+            answers += [output for output in engine.step() if output.finished]
+        served.settle()
+        assert not served.side.hook_faults
+        assert served.side.num_leases == 0
+
+    [answer] = answers
+    assert list(answer.outputs[0].token_ids) == expected
 
 
 @pytest.mark.parametrize(("number", "way"), [(11, "load_inplace"), (12, "request"), (13, "remove")])
@@ -219,20 +320,46 @@ def test_a_request_goes_on_when_no_rank_says_what_its_adapter_is(
     assert not served.side.hook_faults
 
 
-def test_ranks_must_agree(tmp_path: Path) -> None:
-    from kvstrata.engines.vllm.adapters import Adapters  # noqa: PLC0415
+def told(answers: dict[str, bytes] | None = None, *, red: bytes | None = None) -> Any:
+    """What a rank says: answers by request, and that it has loaded the red adapter."""
     from kvstrata.engines.vllm.rank_adapters import AdapterReport  # noqa: PLC0415
 
-    adapters = Adapters(num_ranks=2)
-    red = adapter(tmp_path / "red", 1)
-    for name in ("alike", "unlike", "partly"):
-        assert not adapters.arrive(name, red)
+    return AdapterReport(answers or {}, {} if red is None else {"red-1": red})
+
+
+class Asked:
+    """What the scheduler knows about adapters, at a time of ours."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        from kvstrata.engines.vllm.adapters import Adapters  # noqa: PLC0415
+
+        self.now = 0.0
+        self.adapters = Adapters(num_ranks, lambda: self.now)
+
+    def go_on(self, request_id: str, red: Any, weights: bytes | None) -> bytes | None:
+        """A request arrives, and is answered; what stands in its keys."""
+        assert not self.adapters.arrive(request_id, red)
+        assert self.adapters.is_waiting(request_id)
+        if weights is None:
+            self.now += 100
+        else:
+            self.adapters.report([told({request_id: weights})])
+        assert not self.adapters.is_waiting(request_id)
+        assert self.adapters.stop_waiting(request_id)
+        return self.adapters.weights_of(request_id)
+
+
+def test_ranks_must_agree(tmp_path: Path) -> None:
+    adapters = Asked(num_ranks=2).adapters
+    loras = {name: adapter(tmp_path / name, 1) for name in ("alike", "unlike", "partly")}
+    for name, lora in loras.items():
+        assert not adapters.arrive(name, lora)
         assert adapters.is_waiting(name)
     assert adapters.take_questions().keys() == {"alike", "unlike", "partly"}
     adapters.report(
         [
-            AdapterReport({"alike": b"1", "unlike": b"1", "partly": b"1"}, {}),
-            AdapterReport({"alike": b"1", "unlike": b"2"}, {}),
+            told({"alike": b"1", "unlike": b"1", "partly": b"1"}),
+            told({"alike": b"1", "unlike": b"2"}),
         ]
     )
 
@@ -243,19 +370,55 @@ def test_ranks_must_agree(tmp_path: Path) -> None:
     assert adapters.weights_of("without an adapter") == b""
 
 
-def test_what_ended_in_the_step_of_a_change_is_doubted_too(tmp_path: Path) -> None:
-    from kvstrata.engines.vllm.adapters import Adapters  # noqa: PLC0415
-    from kvstrata.engines.vllm.rank_adapters import AdapterReport  # noqa: PLC0415
+def test_a_name_that_has_stood_for_two_is_left_alone_until_a_reset(tmp_path: Path) -> None:
+    asked, red = Asked(), adapter(tmp_path / "red", 1)
+    adapters = asked.adapters
+    assert asked.go_on("first", red, b"old") == b"old"
+    assert adapters.report([told(red=b"old")]) == (False, [])
+    assert adapters.report([told(red=b"new")]) == (True, ["first"])
+    assert adapters.weights_of("first") is None
+    assert asked.go_on("second", red, b"new") is None
+    assert adapters.report([told(red=b"new")]) == (False, [])
+    adapters.finish("first")
+    adapters.reset()
 
-    adapters, red = Adapters(num_ranks=1), adapter(tmp_path / "red", 1)
-    adapters.report([AdapterReport({}, {1: b"old"})])
-    assert adapters.arrive("ended", red)
-    assert adapters.arrive("living", red)
-    adapters.finish("ended")
-    assert adapters.report([AdapterReport({}, {1: b"old"})]) == (False, [])
-    adapters.finish("living")
+    assert asked.go_on("third", red, b"new") == b"new"
+    assert adapters.report([told(red=b"newer")]) == (True, ["second", "third"])
 
-    assert adapters.report([AdapterReport({}, {1: b"new"})]) == (True, [])
-    assert adapters.arrive("later", red)
-    assert adapters.weights_of("later") == b"new"
-    assert adapters.report([AdapterReport({}, {1: b"newer"})]) == (True, ["later"])
+
+def test_what_ended_before_a_change_is_doubted_too(tmp_path: Path) -> None:
+    asked, red = Asked(), adapter(tmp_path / "red", 1)
+    asked.go_on("ended", red, b"old")
+    assert not asked.adapters.finish("ended")
+
+    assert asked.adapters.report([told(red=b"new")]) == (True, [])
+
+
+def test_a_change_after_a_reset_counts_while_requests_live(tmp_path: Path) -> None:
+    asked, red = Asked(), adapter(tmp_path / "red", 1)
+    asked.go_on("living", red, b"old")
+    asked.adapters.reset()
+    assert asked.adapters.report([told(red=b"new")]) == (True, ["living"])
+
+    assert asked.go_on("later", red, b"new") is None
+
+
+def test_what_nobody_knows_spoils_a_name_until_a_reset(tmp_path: Path) -> None:
+    asked, red = Asked(), adapter(tmp_path / "red", 1)
+    assert asked.go_on("first", red, None) is None
+    assert asked.go_on("second", red, b"known") is None
+    asked.adapters.finish("first")
+    asked.adapters.finish("second")
+    asked.adapters.reset()
+
+    assert asked.go_on("third", red, b"known") == b"known"
+
+
+def test_a_request_that_ends_while_it_waits_spoils_nothing(tmp_path: Path) -> None:
+    asked, red = Asked(), adapter(tmp_path / "red", 1)
+    asked.adapters.arrive("first", red)
+    assert asked.adapters.finish("first")
+    assert not asked.adapters.take_questions()
+    asked.adapters.report([told({"first": b"late"})])
+
+    assert asked.go_on("second", red, b"known") == b"known"

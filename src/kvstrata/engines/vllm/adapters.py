@@ -1,19 +1,16 @@
 """Beside the scheduler: requests with an adapter, and the weights in their chunks' keys.
 
-The ranks know which weights an adapter has. The first request with an adapter waits a step for
-their answer; once they have loaded it, later ones do not. When a rank loads other weights under the
-same name, what requests compute from then on is not stored under the old ones.
-
-Where ranks cannot tell or do not agree, requests with that adapter are not offloaded. Nothing is
-ever stored under weights that it was not computed with. What is loaded is as fresh as vLLM's own
-prefix cache: who replaces an adapter's files resets that, and everybody is asked again.
+vLLM finds an adapter's blocks by its name, whatever weights they were computed with. So every
+request with an adapter first asks the ranks which weights it has, and waits a step for the answer.
+While all that is cached under a name was computed with the same weights, these are part of the
+keys. Once a name has stood for two, or for some that nobody knows, its blocks may be of either:
+requests with it are not offloaded until vLLM has thrown its prefix cache away.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata.engines.vllm.rank_adapters import UNKNOWN, AdapterReport, Question
 
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
 
     from vllm.lora.request import LoRARequest
 
-_K = TypeVar("_K", int, str)
-
 _PATIENCE_S: Final = 5.0
 """How long a request waits for an answer; ranks that live give it in their next step."""
 
@@ -31,10 +26,19 @@ _PATIENCE_S: Final = 5.0
 class AdapterNews(NamedTuple):
     """What the reports of a step mean."""
 
-    is_change: bool
-    """Whether something under way may have been computed with other weights than its keys say."""
+    is_doubtful: bool
+    """Whether what is being stored may have been computed with other weights than its keys say."""
     requests: list[str]
-    """The living requests that other weights answer now than before."""
+    """The living ones that must not be offloaded any more."""
+
+
+class _Cached(NamedTuple):
+    """What vLLM's prefix cache may hold under a name."""
+
+    weights: bytes
+    """The last that were heard of."""
+    is_mixed: bool
+    """Whether there may be blocks of others."""
 
 
 class Adapters:
@@ -48,28 +52,29 @@ class Adapters:
     def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_ranks = num_ranks
         self._clock = clock
-        self._loaded: dict[int, bytes] = {}
-        self._named: defaultdict[int, set[bytes]] = defaultdict(set)
-        """What requests have had in their keys since an adapter was loaded, also those that have
-        ended."""
+        self._cached: dict[str, _Cached] = {}
+        """By name; those that have been asked for since the last reset."""
         self._questions: dict[str, Question] = {}
         self._waiting: dict[str, float] = {}
         """Until when, by request."""
-        self._ids: dict[str, int] = {}
+        self._names: dict[str, str] = {}
         self._weights: dict[str, bytes] = {}
-        """By request, like the ids."""
+        """What stands in a request's keys, like the names by request."""
+        self._is_doubtful = False
+        """Whether a name has come to stand for other weights since the last report."""
 
     def arrive(self, request_id: str, lora: LoRARequest | None) -> bool:
-        """Whether a request's weights are known; if not, ranks are asked for them."""
+        """Whether a request needs no answer; else ranks are asked which weights it has."""
         if lora is None:
             return True
-        self._ids[request_id] = lora.lora_int_id
-        is_loaded_anew = bool(getattr(lora, "load_inplace", False))
-        if not is_loaded_anew and lora.lora_int_id in self._loaded:
-            self._name(request_id, self._loaded[lora.lora_int_id])
-            return True
+        self._names[request_id] = lora.lora_name
         self._waiting[request_id] = self._clock() + _PATIENCE_S
-        self._questions[request_id] = Question(lora.lora_int_id, lora.lora_path, is_loaded_anew)
+        self._questions[request_id] = Question(
+            lora.lora_name,
+            lora.lora_int_id,
+            lora.lora_path,
+            bool(getattr(lora, "load_inplace", False)),
+        )
         return False
 
     def is_waiting(self, request_id: str) -> bool:
@@ -81,13 +86,21 @@ class Adapters:
     def stop_waiting(self, request_id: str) -> bool:
         """Go on with what is known; False: it did not wait."""
         self._questions.pop(request_id, None)
-        return self._waiting.pop(request_id, None) is not None
+        if self._waiting.pop(request_id, None) is None:
+            return False
+        if request_id not in self._weights:  # what it computes, nobody knows
+            self._weights[request_id] = UNKNOWN
+            self._note(self._names[request_id], UNKNOWN)
+        return True
 
     def weights_of(self, request_id: str) -> bytes | None:
         """What stands in a request's keys; None: nobody knows what should."""
-        if request_id not in self._ids:
+        name = self._names.get(request_id)
+        if name is None:
             return b""
-        return self._weights.get(request_id, UNKNOWN) or None
+        if name not in self._cached or self._cached[name].is_mixed:
+            return None
+        return self._weights.get(request_id) or None
 
     def take_questions(self) -> dict[str, Question]:
         """Hand over what ranks shall answer."""
@@ -99,28 +112,46 @@ class Adapters:
         told = [report for report in by_rank if report is not None]
         for request_id in _all_keys(report.answers for report in told):
             if request_id in self._waiting:
-                self._name(request_id, self._agreed([r.answers.get(request_id) for r in told]))
-        news = AdapterNews(is_change=False, requests=[])
-        for adapter_id in _all_keys(report.loaded for report in told):
-            weights = self._agreed([report.loaded.get(adapter_id) for report in told])
-            is_change = bool(self._named[adapter_id] - {weights})
-            changed = self._follow(adapter_id, weights)
-            news = AdapterNews(news.is_change or is_change, news.requests + changed)
-        return news
+                weights = self._agreed([report.answers.get(request_id) for report in told])
+                self._weights[request_id] = weights
+                self._note(self._names[request_id], weights)
+        for name in _all_keys(report.loaded for report in told):
+            self._note(name, self._agreed([report.loaded.get(name) for report in told]))
+        is_doubtful, self._is_doubtful = self._is_doubtful, False
+        return AdapterNews(is_doubtful, self._take_doubtful() if is_doubtful else [])
 
-    def finish(self, request_id: str) -> None:
-        """A request ended."""
-        self.stop_waiting(request_id)
-        self._ids.pop(request_id, None)
+    def finish(self, request_id: str) -> bool:
+        """A request ended; whether it did while it was waiting."""
+        self._questions.pop(request_id, None)
+        self._names.pop(request_id, None)
         self._weights.pop(request_id, None)
+        return self._waiting.pop(request_id, None) is not None
 
-    def forget_loaded(self) -> None:
-        """Ask again for every adapter, when its next request arrives."""
-        self._loaded.clear()
+    def reset(self) -> None:
+        """The prefix cache of vLLM is empty; requests that live fill it anew."""
+        living = set(self._names.values())
+        self._cached = {
+            name: _Cached(cached.weights, is_mixed=cached.weights == UNKNOWN)
+            for name, cached in self._cached.items()
+            if name in living
+        }
 
-    def _name(self, request_id: str, weights: bytes) -> None:
-        self._weights[request_id] = weights
-        self._named[self._ids[request_id]].add(weights)
+    def _note(self, name: str, weights: bytes) -> None:
+        """From now on requests with this name compute with these weights."""
+        cached = self._cached.get(name, _Cached(weights, is_mixed=weights == UNKNOWN))
+        is_change = cached.weights != weights
+        self._is_doubtful |= is_change and not cached.is_mixed
+        self._cached[name] = _Cached(weights, cached.is_mixed or is_change)
+
+    def _take_doubtful(self) -> list[str]:
+        """The requests that went on with weights that do not count any more."""
+        doubtful = [
+            request_id
+            for request_id, weights in self._weights.items()
+            if weights != UNKNOWN and self._cached[self._names[request_id]].is_mixed
+        ]
+        self._weights.update(dict.fromkeys(doubtful, UNKNOWN))
+        return [request_id for request_id in doubtful if request_id not in self._waiting]
 
     def _agreed(self, answers: list[bytes | None]) -> bytes:
         """What all ranks say."""
@@ -128,18 +159,6 @@ class Adapters:
             return UNKNOWN
         return answers[0] or UNKNOWN
 
-    def _follow(self, adapter_id: int, weights: bytes) -> list[str]:
-        """An adapter was loaded: the requests for which that is news."""
-        self._loaded[adapter_id] = weights
-        self._named[adapter_id] = {weights}
-        changed = [
-            request_id
-            for request_id, other in self._weights.items()
-            if self._ids[request_id] == adapter_id and other != weights
-        ]
-        self._weights.update(dict.fromkeys(changed, weights))
-        return [request_id for request_id in changed if request_id not in self._waiting]
 
-
-def _all_keys(mappings: Iterable[Mapping[_K, bytes]]) -> list[_K]:
+def _all_keys(mappings: Iterable[Mapping[str, bytes]]) -> list[str]:
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))

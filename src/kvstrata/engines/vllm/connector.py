@@ -5,6 +5,7 @@ One instance lives beside the scheduler, one beside each worker; each has one ha
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -120,8 +122,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         context = VllmContext(kv_cache_manager, self._groups, self._requests)
         self._scheduler_side.bind_scheduler_context(context)
-        side = self._scheduler_side
-        follow_resets(kv_cache_manager.block_pool, self._let_go, side.announce_again)
+        pool = kv_cache_manager.block_pool
+        was_reset = functools.partial(self._was_reset, pool)
+        follow_resets(pool, self._scheduler_side.let_blocks_go, was_reset)
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived; one with an adapter may have to wait for its weights' name."""
@@ -180,9 +183,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; blocks that are still copied from are held, the rest may be freed."""
         if self._requests.pop(request.request_id, None) is not None:
-            if not self._adapters.stop_waiting(request.request_id):
+            was_waiting = self._adapters.finish(request.request_id)
+            if not was_waiting:
                 self._scheduler_side.finished(request.request_id)
-            self._adapters.finish(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -254,12 +257,14 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         """Start stores; they run on, and their blocks are held."""
         self._worker_side.start_stores()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The requests whose loads ended on this rank."""
         self._report = self._worker_side.report()
         ended = self._worker_side.take_ended_loads()
+        failed = ended.failed | self._rank_adapters.outdated(ended.done)
+        self._rank_adapters.finish(finished_req_ids)
         return KVConnectorTransferResults(
-            finished_recving=set(ended.done | ended.failed), failed_recving=set(ended.failed)
+            finished_recving=set(ended.done | failed), failed_recving=set(failed)
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -276,16 +281,18 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.close()
         else:
             self._worker_side.close()
+            self._rank_adapters.close()
 
-    def _let_go(self) -> None:
-        """Follow vLLM when it throws its cache away: an adapter's files may be others now."""
-        self._scheduler_side.let_blocks_go()
-        self._adapters.forget_loaded()
+    def _was_reset(self, pool: BlockPool) -> None:
+        """The prefix cache of vLLM is empty; its readers were told so, if there are any."""
+        self._adapters.reset()
+        if pool.enable_kv_cache_events:
+            self._scheduler_side.announce_again()
 
     def _take_adapters(self, reports: RankReports) -> None:
         """Before the stores of a step count: they may have been computed with another adapter."""
         news = self._adapters.report(reports.adapters.values())
-        if news.is_change:
+        if news.is_doubtful:
             self._scheduler_side.distrust_stores()
         for request_id in news.requests:
             self._scheduler_side.change_request(self._new_request(self._requests[request_id]))

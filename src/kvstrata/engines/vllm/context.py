@@ -88,20 +88,20 @@ class VllmContext:
 
 
 def follow_resets(
-    pool: BlockPool, let_blocks_go: Callable[[], None], announce_again: Callable[[], None]
+    pool: BlockPool, let_blocks_go: Callable[[], None], was_reset: Callable[[], None]
 ) -> None:
     """Take part when vLLM resets its prefix cache, of which it tells no connector.
 
     It refuses to while anybody holds a block, so ours are let go of first. Afterwards it tells its
-    readers that nothing is cached any more, so what rests below the device is announced anew.
+    readers that nothing is cached any more.
     """
     reset = pool.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:
         let_blocks_go()
         is_reset = bool(reset())
-        if is_reset and pool.enable_kv_cache_events:
-            announce_again()
+        if is_reset:
+            was_reset()
         return is_reset
 
     pool.reset_prefix_cache = reset_prefix_cache

@@ -32,7 +32,8 @@ def read_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> ModelIdenti
     facts = {
         "version": _release(vllm.__version__),
         "layout": getattr(config, "kv_cache_layout", None),
-        "dtype": str(vllm_config.model_config.dtype),
+        "model": _model(vllm_config.model_config),
+        "overrides": _overrides(vllm_config),
         "cache_dtype": str(cache.cache_dtype),
         "state_dtypes": [
             str(getattr(cache, "mamba_cache_dtype", None)),
@@ -40,9 +41,7 @@ def read_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> ModelIdenti
         ],
         "platform": _platform(),
         "backends": _backends(vllm_config, config),
-        "quantization": str(vllm_config.model_config.quantization),
         "specs": [repr(group.kv_cache_spec) for group in config.kv_cache_groups],
-        "rope": str(getattr(vllm_config.model_config.hf_config, "rope_parameters", None)),
         "own": _own_scales(vllm_config),
         "draft": _draft(vllm_config),
     }
@@ -55,6 +54,21 @@ def read_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> ModelIdenti
 def _release(version: str) -> str:
     """Of which pages and hashes may mean something else: 0.32.1 and 0.32.0 agree, 0.33 may not."""
     return ".".join(version.split(".")[:2])
+
+
+def _model(model: ModelConfig) -> list[str]:
+    """What a model's numbers depend on besides its files."""
+    rope = str(getattr(model.hf_text_config, "rope_parameters", None))
+    length = model.max_model_len if "longrope" in rope else ""  # it chooses between two sets
+    return [str(model.dtype), str(model.quantization), rope, str(length)]
+
+
+def _overrides(vllm_config: VllmConfig) -> str:
+    """What the user has changed in the model's configuration."""
+    overrides = vllm_config.model_config.hf_overrides
+    if callable(overrides):  # it may do anything
+        return _engine_id(vllm_config)
+    return json.dumps(overrides, sort_keys=True, default=repr)
 
 
 def _backends(vllm_config: VllmConfig, config: KVCacheConfig) -> list[str]:
@@ -71,12 +85,13 @@ def _own_scales(vllm_config: VllmConfig) -> str:
     return _engine_id(vllm_config) if is_own else ""
 
 
-def _draft(vllm_config: VllmConfig) -> str:
-    """The weights of a model that guesses: its caches lie beside those of the model itself."""
+def _draft(vllm_config: VllmConfig) -> list[str]:
+    """A model that guesses: its caches lie beside those of the model itself."""
+    model = vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is None or draft.model == vllm_config.model_config.model:
-        return ""
-    return _weights(vllm_config, draft)
+    if draft is None or (draft.model, draft.revision) == (model.model, model.revision):
+        return []
+    return [_weights(vllm_config, draft), *_model(draft)]
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig) -> str:
@@ -129,7 +144,7 @@ def _platform() -> str:
 
     name = str(current_platform.device_type)
     if name != "cpu":
-        return name
+        return f"{name}/{current_platform.fp8_dtype()}"
     flags = _cpu_flags() & {"amx_bf16", "avx512f", "avx512_bf16", "avx2", "asimd"}
     return f"{name}/{platform.machine()}/{','.join(sorted(flags))}"
 

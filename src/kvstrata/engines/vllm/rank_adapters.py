@@ -13,8 +13,10 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvstrata.runtime.digest_cache import DigestCache, user_cache_folder
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from vllm.config import LoRAConfig
     from vllm.lora.request import LoRARequest
@@ -25,11 +27,13 @@ UNKNOWN: Final = b""
 """Stands for weights that cannot be told."""
 _DIGEST_BYTES: Final = 16
 _SETTINGS: Final = "adapter_config.json"
+_SCHEME: Final = "kvstrata/adapters/1"
 
 
 class Question(NamedTuple):
     """Which weights will answer a request?"""
 
+    name: str
     adapter_id: int
     path: str
     is_loaded_anew: bool
@@ -41,14 +45,21 @@ class AdapterReport(NamedTuple):
 
     answers: dict[str, bytes]
     """By request."""
-    loaded: dict[int, bytes]
-    """What vLLM has loaded since the last report, by adapter."""
+    loaded: dict[str, bytes]
+    """What vLLM has loaded since the last report, by the adapter's name."""
 
 
 class _Loaded(NamedTuple):
     weights: bytes
     owner: weakref.ref[Any]
     """vLLM's manager of adapters; it may drop the adapter, and load it again."""
+
+
+class _Promised(NamedTuple):
+    """What was answered about a request."""
+
+    name: str
+    weights: bytes
 
 
 class RankAdapters:
@@ -60,14 +71,31 @@ class RankAdapters:
 
     def __init__(self, config: LoRAConfig | None) -> None:
         self._loaded: dict[int, _Loaded] = {}
+        self._promised: dict[str, _Promised] = {}
+        self._outdated: set[str] = set()
+        """Requests that were promised other weights than vLLM has loaded since."""
         self._report = AdapterReport({}, {})
         self._settings = b"" if config is None else config.compute_hash().encode()
         self._is_told = config is not None and _watch(self)
 
     def ask(self, questions: Mapping[str, Question]) -> None:
         """Answer these in the next report."""
+        answers: dict[Question, bytes] = {}
         for request_id, question in questions.items():
-            self._report.answers[request_id] = self._answer(question)
+            if question not in answers:
+                answers[question] = self._answer(question)
+            self._report.answers[request_id] = answers[question]
+            self._promised[request_id] = _Promised(question.name, answers[question])
+
+    def outdated(self, request_ids: Collection[str]) -> set[str]:
+        """Which of these have got chunks of other weights than they will compute with."""
+        return self._outdated.intersection(request_ids)
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Requests ended."""
+        for request_id in request_ids:
+            self._promised.pop(request_id, None)
+            self._outdated.discard(request_id)
 
     def take_report(self) -> AdapterReport | None:
         """Hand over what is new; None: nothing."""
@@ -76,14 +104,26 @@ class RankAdapters:
         report, self._report = self._report, AdapterReport({}, {})
         return report
 
-    def note(self, adapter_id: int, weights: bytes, owner: object) -> None:
+    def note(self, lora: LoRARequest, weights: bytes, owner: Any) -> None:  # noqa: ANN401 - vLLM's manager
         """An adapter was loaded, with these files' digest."""
         known = self._with_settings(weights)
-        self._loaded[adapter_id] = _Loaded(known, weakref.ref(owner))
-        self._report.loaded[adapter_id] = known
+        kept = owner.list_adapters()
+        self._loaded = {number: one for number, one in self._loaded.items() if number in kept}
+        self._loaded[lora.lora_int_id] = _Loaded(known, weakref.ref(owner))
+        self._report.loaded[lora.lora_name] = known
+        other = _Promised(lora.lora_name, known)
+        self._outdated.update(
+            request_id
+            for request_id, promised in self._promised.items()
+            if promised.name == lora.lora_name and promised != other
+        )
+
+    def close(self) -> None:
+        """Hear no more of what is loaded."""
+        _watchers.discard(self)
 
     def _answer(self, question: Question) -> bytes:
-        if not self._is_told:
+        if not self._is_told or len(_watchers) > 1:  # whose adapters are they?
             return UNKNOWN
         loaded = self._loaded.get(question.adapter_id)
         if loaded is not None and not question.is_loaded_anew:
@@ -104,7 +144,10 @@ def files_digest(path: str) -> bytes:
     try:
         folder = _folder(path)
         files = [folder / _SETTINGS, *sorted(folder.glob("adapter_model.*"))]
-        return hashlib.sha256(b"".join(map(_file_digest, files))).digest() if files[1:] else UNKNOWN
+        cache_folder = user_cache_folder()
+        cache = DigestCache(cache_folder and cache_folder / "adapters", _SCHEME)
+        digests = b"".join(cache.digest(file, _file_digest) for file in files)
+        return hashlib.sha256(digests).digest() if files[1:] else UNKNOWN
     except Exception as error:  # noqa: BLE001 - vLLM says what is wrong with it when it loads it
         _log.warning("adapter %s cannot be read (%s): it is not offloaded", path, error)
         return UNKNOWN
@@ -154,7 +197,7 @@ def _followed(load: Any) -> Any:  # noqa: ANN401 - vLLM's own method
         after = files_digest(lora_request.lora_path)
         is_certain = before in (after, UNKNOWN)  # vLLM may have downloaded it
         for rank in tuple(_watchers):
-            rank.note(lora_request.lora_int_id, after if is_certain else UNKNOWN, self)
+            rank.note(lora_request, after if is_certain else UNKNOWN, self)
         return loaded
 
     load_adapter.is_followed = True  # type: ignore[attr-defined]
