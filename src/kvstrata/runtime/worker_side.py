@@ -26,16 +26,17 @@ from kvstrata.runtime.messages import (
     encode,
 )
 from kvstrata.runtime.seam import EndedLoads
+from kvstrata.transfers.copy_queue import CopyReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from kvstrata.core.layout import KVLayout
     from kvstrata.hierarchy.tier_io import TierIO
     from kvstrata.runtime.messages import StepMessage, TierJobMessage
     from kvstrata.tiers.host_arena import HostArena
     from kvstrata.transfers.cache_views import LayerCache
-    from kvstrata.transfers.copy_queue import Copies, CopyJob, CopyReport
+    from kvstrata.transfers.copy_queue import Copies, CopyJob
 
 
 class RankMemory:
@@ -82,8 +83,8 @@ class WorkerSide:
         self._open_memory = open_memory
         self._memory: RankMemory | None = None
         self._stores: list[CopyJob] = []
-        self._waiting: dict[int, str] = {}
-        """Requests that wait for loads of this rank, by job."""
+        self._loads: dict[int, CopyJob] = {}
+        """Those under way on this rank."""
         self._ended = EndedLoads()
 
     def register_caches(
@@ -114,12 +115,14 @@ class WorkerSide:
             stores, self._stores = self._stores, []
             self._opened.copies.submit(stores)
 
-    def report(self) -> bytes:
-        """Say what has ended since the last report."""
+    def report(self, spoiled: Container[str] = ()) -> bytes:
+        """Say what has ended since the last report.
+
+        Args:
+            spoiled: requests to which a load brings what they cannot use: it has failed.
+        """
         memory = self._opened
-        copy_reports = memory.copies.take_reports()
-        for report in copy_reports:
-            self._note_end(report)
+        copy_reports = [self._note_end(r, spoiled) for r in memory.copies.take_reports()]
         tier_reports: list[TierReportMessage] = []
         evicted: list[tuple[ChunkKey, ...]] = []
         for index, tier in enumerate(memory.tiers):
@@ -149,20 +152,25 @@ class WorkerSide:
         jobs = message.copies
         self._stores = [job for job in jobs if not job.is_load]
         memory.copies.submit([job for job in jobs if job.is_load])
-        self._waiting |= {job.job_id: job.waiting_request for job in jobs if job.waiting_request}
+        self._loads |= {job.job_id: job for job in jobs if job.is_load}
         if message.lost_loads:
             self._ended = self._ended.with_failed(message.lost_loads)
         for tier_job in message.tier_jobs:
             self._start(memory, tier_job)
 
-    def _note_end(self, report: CopyReport) -> None:
-        request_id = self._waiting.pop(report.job_id, None)
-        if request_id is None:
-            return
+    def _note_end(self, report: CopyReport, spoiled: Container[str]) -> CopyReport:
+        """Remember the end of a load, if it is one; how it counts."""
+        job = self._loads.pop(report.job_id, None)
+        if job is None or job.waiting_request is None:
+            return report
+        if job.waiting_request in spoiled:
+            keys = frozenset(copy.key for copy in job.chunks)
+            report = CopyReport(report.job_id, keys, 0, report.seconds)
         if report.failed:
-            self._ended = self._ended.with_failed([request_id])
+            self._ended = self._ended.with_failed([job.waiting_request])
         else:
-            self._ended = self._ended.with_done([request_id])
+            self._ended = self._ended.with_done([job.waiting_request])
+        return report
 
     def _start(self, memory: RankMemory, job: TierJobMessage) -> None:
         tier = memory.tiers[job.tier]

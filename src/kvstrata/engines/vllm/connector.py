@@ -259,12 +259,11 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The requests whose loads ended on this rank."""
-        self._report = self._worker_side.report()
-        ended = self._worker_side.take_ended_loads()
-        failed = ended.failed | self._rank_adapters.outdated(ended.done)
+        self._report = self._worker_side.report(self._rank_adapters.outdated)
         self._rank_adapters.finish(finished_req_ids)
+        ended = self._worker_side.take_ended_loads()
         return KVConnectorTransferResults(
-            finished_recving=set(ended.done | failed), failed_recving=set(failed)
+            finished_recving=set(ended.done | ended.failed), failed_recving=set(ended.failed)
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

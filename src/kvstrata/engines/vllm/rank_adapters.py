@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvstrata.runtime.digest_cache import DigestCache, user_cache_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from vllm.config import LoRAConfig
     from vllm.lora.request import LoRARequest
@@ -72,8 +72,9 @@ class RankAdapters:
     def __init__(self, config: LoRAConfig | None) -> None:
         self._loaded: dict[int, _Loaded] = {}
         self._promised: dict[str, _Promised] = {}
-        self._outdated: set[str] = set()
-        """Requests that were promised other weights than vLLM has loaded since."""
+        self.outdated: set[str] = set()
+        """Requests that were promised other weights than vLLM has loaded since: what is loaded for
+        them is not what they would compute."""
         self._report = AdapterReport({}, {})
         self._settings = b"" if config is None else config.compute_hash().encode()
         self._is_told = config is not None and _watch(self)
@@ -87,15 +88,11 @@ class RankAdapters:
             self._report.answers[request_id] = answers[question]
             self._promised[request_id] = _Promised(question.name, answers[question])
 
-    def outdated(self, request_ids: Collection[str]) -> set[str]:
-        """Which of these have got chunks of other weights than they will compute with."""
-        return self._outdated.intersection(request_ids)
-
     def finish(self, request_ids: Iterable[str]) -> None:
         """Requests ended."""
         for request_id in request_ids:
             self._promised.pop(request_id, None)
-            self._outdated.discard(request_id)
+            self.outdated.discard(request_id)
 
     def take_report(self) -> AdapterReport | None:
         """Hand over what is new; None: nothing."""
@@ -112,7 +109,7 @@ class RankAdapters:
         self._loaded[lora.lora_int_id] = _Loaded(known, weakref.ref(owner))
         self._report.loaded[lora.lora_name] = known
         other = _Promised(lora.lora_name, known)
-        self._outdated.update(
+        self.outdated.update(
             request_id
             for request_id, promised in self._promised.items()
             if promised.name == lora.lora_name and promised != other
