@@ -255,9 +255,12 @@ class SchedulerSide:
 
         It has other keys from now on, and what it has computed is not stored.
         """
-        changed = self._requests[request.request_id].renewed(self._geometry_for(request))
+        old = self._requests[request.request_id]
+        changed = old.renewed(self._geometry_for(request))
         changed.new = request
         self._requests[request.request_id] = changed
+        old.ledger.end()
+        self._forget_if_settled(old.ledger)
 
     @shielded(lambda: None)
     def let_blocks_go(self) -> None:
