@@ -68,7 +68,13 @@ class DigestCache:
         return f"{self._scheme} {facts}", is_at_rest
 
 
-def user_cache_folder() -> Path | None:
+def user_digests(what: str, scheme: str) -> DigestCache:
+    """The digests that are kept for this user, of files of one kind."""
+    folder = _user_cache_folder()
+    return DigestCache(folder and folder / what, scheme)
+
+
+def _user_cache_folder() -> Path | None:
     """Where this user's programs keep what they can compute again; None: there is no such place."""
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "kvstrata"

@@ -13,7 +13,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.errors import ModelError
-from kvstrata.runtime.digest_cache import DigestCache, user_cache_folder
+from kvstrata.runtime.digest_cache import user_digests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,12 +36,11 @@ def weights_digest(folder: Path) -> str:
     if not files:
         raise ModelError(f"{folder} has no safetensors; expected the model's weights")
     digest = hashlib.sha256(_SCHEME.encode())
-    cache_folder = user_cache_folder()
-    cache = DigestCache(cache_folder and cache_folder / "weights", _SCHEME)
+    known = user_digests("weights", _SCHEME)
     try:
         digest.update((folder / "config.json").read_bytes())
         for path in files:
-            digest.update(cache.digest(path, _file_digest))
+            digest.update(known.digest(path, _file_digest))
     except OSError as error:
         raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
     return digest.hexdigest()

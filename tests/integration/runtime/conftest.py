@@ -10,7 +10,6 @@ import torch
 
 from kvstrata.engine.tiny import make_tiny
 from kvstrata.testing.servers import HOST, redis_server, s3_server
-from kvstrata.transfers import copiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,12 +31,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that run in Python, so that `PlainCopier` can be held up or broken."""
-    monkeypatch.setattr(copiers, "native_rows", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from .random_weights import draw_weights
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -19,14 +21,7 @@ def make_audio_model(folder: Path) -> Path:
     """Save it where vLLM looks for models."""
     transformers: Any = importlib.import_module("transformers")  # slow
     model = transformers.Qwen2AudioForConditionalGeneration(_config())
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
-            if weight.ndim > 1:
-                weight.copy_(drawn * 1.5 / weight.shape[-1] ** 0.5)
-            else:
-                weight.copy_(0.1 * drawn + float("norm" in name))
+    draw_weights(model)
     model.to(torch.float32).save_pretrained(folder)
     weights = folder / "model.safetensors"
     renamed = {name.replace("model.model.", "model."): t for name, t in load_file(weights).items()}

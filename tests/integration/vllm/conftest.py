@@ -16,11 +16,14 @@ from kvstrata.core.ids import GroupId
 from kvstrata.testing.vllm_checkpoints import COMMON, make_checkpoint
 from kvstrata.transfers.native_queue import NativeQueue
 
+from .random_weights import draw_weights
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
@@ -165,6 +168,28 @@ class Served:
             self.core.step()
             time.sleep(0.002)
 
+    def hold(self, name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Keep reads from disk ("read"), or copies to the device ("load"), at a gate.
+
+        Copies have to be those in Python, see `plain_copies`.
+        """
+        memory: Any = self.worker
+        owner = memory.tiers[0]._store if name == "read" else memory.copies._copier  # noqa: SLF001
+        really = getattr(owner, name)
+
+        def gated(*args: Any) -> Any:
+            assert gate.wait(20)
+            return really(*args)
+
+        monkeypatch.setattr(owner, name, gated)
+
+    def step_until_held(self, name: str) -> None:
+        """Until a request waits for what is kept at the gate."""
+        side, end = self.side, time.monotonic() + 20
+        while not (side._stack.num_pending if name == "read" else len(side._loading)):  # noqa: SLF001
+            assert time.monotonic() < end
+            self.llm.llm_engine.step()
+
     def drop_device_cache(self) -> None:
         self.settle()
         pool = self.core.scheduler.kv_cache_manager.block_pool
@@ -219,14 +244,7 @@ def make_foreign(arch: str, folder: Path) -> None:
     )
     settings = {**COMMON, "vocab_size": 256, "max_position_embeddings": 4096, "pad_token_id": 0}
     model = getattr(transformers, f"{name}ForCausalLM")(config_class(**settings | changes))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
-            if weight.ndim > 1:
-                weight.copy_(drawn * 1.5 / weight.shape[-1] ** 0.5)
-            else:
-                weight.copy_(0.1 * drawn + float("norm" in key))
+    draw_weights(model)
     model.to(torch.float32).save_pretrained(folder)
 
 

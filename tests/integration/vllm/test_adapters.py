@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstrata.telemetry import metrics
-from kvstrata.transfers import copiers
 
 from .adapter_folders import make_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,6 +68,31 @@ def served(checkpoints: Any, serve: Any, tmp_path_factory: pytest.TempPathFactor
     store = tmp_path_factory.mktemp("store")
     with serve(checkpoints.of("llama"), settings(store), **OPTIONS) as engine:
         yield engine
+
+
+@dataclass(frozen=True)
+class Swap:
+    """An adapter, and how vLLM alone answers 900 tokens with what it is replaced by."""
+
+    model: Path
+    adapter: Any
+    expected: list[int]
+
+    def replace(self, engine: Any) -> None:
+        """Other files in its folder, and vLLM loads them."""
+        folder = Path(self.adapter.lora_path)
+        make_adapter(folder, self.model, seed=2)
+        number = self.adapter.lora_int_id
+        engine.llm.llm_engine.add_lora(adapter(folder, number, load_inplace=True))
+
+
+@pytest.fixture
+def swap(checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path) -> Swap:
+    model = checkpoints.of("llama")
+    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
+    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
+    with serve(model, **OPTIONS) as plain:
+        return Swap(model, red, ask(plain, prompt_of(900), blue)[0])
 
 
 @pytest.mark.parametrize("arch", ["llama", "lfm2"])
@@ -129,18 +154,14 @@ def test_other_weights_under_the_same_name_are_not_served_the_old_ones_chunks(
 
 
 def test_blocks_of_an_adapter_that_was_replaced_are_not_stored_as_the_new_ones(
-    checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
+    swap: Swap, serve: Any, prompt_of: Any, tmp_path: Path
 ) -> None:
     """Its files change, and nobody resets vLLM's cache: vLLM itself goes on with the old blocks."""
-    model, prompt = checkpoints.of("llama"), prompt_of(900)
-    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
-    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
-    with serve(model, **OPTIONS) as plain:
-        expected = ask(plain, prompt, blue)[0]
-    with serve(model, settings(tmp_path / "store"), **OPTIONS) as engine:
+    prompt, expected = prompt_of(900), swap.expected
+    red = swap.adapter
+    with serve(swap.model, settings(tmp_path / "store"), **OPTIONS) as engine:
         old = ask(engine, prompt, red)
-        make_adapter(tmp_path / "red", model, seed=2)
-        engine.llm.llm_engine.add_lora(adapter(tmp_path / "red", 1, load_inplace=True))
+        swap.replace(engine)
         mixed = ask(engine, prompt, red)
         engine.drop_device_cache()
         after_reset = ask(engine, prompt, red)
@@ -149,7 +170,7 @@ def test_blocks_of_an_adapter_that_was_replaced_are_not_stored_as_the_new_ones(
         restored = ask(engine, prompt, red)
         engine.settle()
         assert not engine.side.hook_faults
-    with serve(model, settings(tmp_path / "store"), **OPTIONS) as again:
+    with serve(swap.model, settings(tmp_path / "store"), **OPTIONS) as again:
         restarted = ask(again, prompt, red)
 
     assert mixed[2] > 0, "vLLM has found the old one's blocks"
@@ -162,23 +183,19 @@ def test_blocks_of_an_adapter_that_was_replaced_are_not_stored_as_the_new_ones(
 
 
 def test_an_adapter_is_asked_for_though_it_was_loaded_before(
-    checkpoints: Any, serve: Any, prompt_of: Any, tmp_path: Path
+    swap: Swap, serve: Any, prompt_of: Any, tmp_path: Path
 ) -> None:
     """Its blocks have left vLLM's cache one by one; its chunks are still in host memory."""
-    model, prompt = checkpoints.of("llama"), prompt_of(900)
-    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
-    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
-    with serve(model, **OPTIONS) as plain:
-        expected = ask(plain, prompt, blue)[0]
+    prompt, expected = prompt_of(900), swap.expected
+    red = swap.adapter
     few = OPTIONS | {"num_gpu_blocks_override": 64, "block_size": 32, "max_model_len": 1024}
-    with serve(model, settings(tmp_path / "store"), **few) as engine:
+    with serve(swap.model, settings(tmp_path / "store"), **few) as engine:
         ask(engine, prompt, red)
         for seed in range(1, 4):
             ask(engine, prompt_of(900, seed=seed))
         engine.settle()
         before = loaded_tokens(engine, "host")
-        make_adapter(tmp_path / "red", model, seed=2)
-        engine.llm.llm_engine.add_lora(adapter(tmp_path / "red", 1, load_inplace=True))
+        swap.replace(engine)
         new = ask(engine, prompt, red)
         assert loaded_tokens(engine, "host") == before
         assert not engine.side.hook_faults
@@ -187,34 +204,23 @@ def test_an_adapter_is_asked_for_though_it_was_loaded_before(
     assert new[0] == expected
 
 
+@pytest.mark.usefixtures("plain_copies")
 def test_a_load_fails_if_the_adapter_is_replaced_meanwhile(
-    checkpoints: Any,
-    serve: Any,
-    prompt_of: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    swap: Swap, serve: Any, prompt_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import SamplingParams  # noqa: PLC0415
 
-    model, prompt = checkpoints.of("llama"), prompt_of(900)
-    red = adapter(make_adapter(tmp_path / "red", model, seed=1), 1)
-    blue = adapter(make_adapter(tmp_path / "blue", model, seed=2), 2)
-    with serve(model, **OPTIONS) as plain:
-        expected = ask(plain, prompt, blue)[0]
-    monkeypatch.setattr(copiers, "native_rows", lambda: None)  # copies that can be held up
-    with serve(model, settings(tmp_path / "store"), **OPTIONS) as served:
+    prompt, expected = prompt_of(900), swap.expected
+    red = swap.adapter
+    with serve(swap.model, settings(tmp_path / "store"), **OPTIONS) as served:
         ask(served, prompt, red)
         served.drop_device_cache()
-        gate, copier = threading.Event(), served.worker.copies._copier  # noqa: SLF001
-        load = copier.load
-        monkeypatch.setattr(copier, "load", lambda copy: (gate.wait(20), load(copy)))
-        engine = served.llm.llm_engine
+        gate, engine = threading.Event(), served.llm.llm_engine
+        served.hold("load", gate, monkeypatch)
         sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
         engine.add_request("a", {"prompt_token_ids": prompt}, sampling, lora_request=red)
-        while not len(served.side._loading):  # noqa: SLF001
-            engine.step()
-        make_adapter(tmp_path / "red", model, seed=2)
-        engine.add_lora(adapter(tmp_path / "red", 1, load_inplace=True))
+        served.step_until_held("load")
+        swap.replace(served)
         gate.set()
         answers = []
         while engine.has_unfinished_requests():

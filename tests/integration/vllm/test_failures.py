@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstrata.transfers import copiers
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -135,6 +133,7 @@ def test_a_full_disk_costs_nothing_but_its_hits(
     assert cold.tokens == from_host.tokens == computed.tokens
 
 
+@pytest.mark.usefixtures("plain_copies")
 @pytest.mark.parametrize("held", ["read", "load"], ids=["promotion", "copy"])
 def test_an_abort_while_a_request_waits_leaves_nothing_behind(
     held: str,
@@ -147,20 +146,16 @@ def test_an_abort_while_a_request_waits_leaves_nothing_behind(
     from vllm import SamplingParams  # noqa: PLC0415
 
     prompt = prompt_of(1500)
-    monkeypatch.setattr(copiers, "native_rows", lambda: None)  # copies that can be held up
     with serve(checkpoints.of("gemma3"), settings(tmp_path / "store")) as served:
         [cold] = served.ask(prompt)
         served.drop_device_cache()
         if held == "read":
             served.side.reset()
         gate = threading.Event()
-        hold(served, held, gate, monkeypatch)
+        served.hold(held, gate, monkeypatch)
         engine = served.llm.llm_engine
         engine.add_request("one", {"prompt_token_ids": prompt}, SamplingParams(detokenize=False))
-        end = time.monotonic() + 20
-        while not is_waiting(served, held):
-            assert time.monotonic() < end
-            engine.step()
+        served.step_until_held(held)
         engine.abort_request(["one"])
         for _ in range(20):
             engine.step()
@@ -172,24 +167,6 @@ def test_an_abort_while_a_request_waits_leaves_nothing_behind(
         served.drop_device_cache()
         assert served.side.num_leases == 0
         assert not served.side.hook_faults
-
-
-def hold(served: Any, name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep reads from disk, or copies to the device, at a gate."""
-    memory = served.worker
-    owner = memory.tiers[0]._store if name == "read" else memory.copies._copier  # noqa: SLF001
-    really = getattr(owner, name)
-
-    def gated(*args: Any) -> Any:
-        assert gate.wait(20)
-        return really(*args)
-
-    monkeypatch.setattr(owner, name, gated)
-
-
-def is_waiting(served: Any, held: str) -> bool:
-    side = served.side
-    return bool(side._stack.num_pending if held == "read" else len(side._loading))  # noqa: SLF001
 
 
 class ToldAs:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstrata.runtime.digest_cache import DigestCache, user_cache_folder
+from kvstrata.runtime.digest_cache import DigestCache, user_digests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,11 +110,14 @@ def test_a_file_that_is_not_there_is_an_error_of_the_system(bed: Bed) -> None:
         bed.digest()
 
 
-def test_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert user_cache_folder() == tmp_path / "kvstrata"
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
+def test_digests_are_kept_where_the_user_keeps_such_things(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    found = user_cache_folder()
-    assert found is not None
-    assert str(found) == "/home/somebody/.cache/kvstrata"
+    monkeypatch.setenv(variable, str(tmp_path / "user"))
+    monkeypatch.setattr("kvstrata.runtime.digest_cache._REST_NS", -LATER)
+    user_digests("files", "scheme").digest(bed.path, lambda path: path.read_bytes())
+
+    folder = "kvstrata/files" if variable == "XDG_CACHE_HOME" else ".cache/kvstrata/files"
+    assert len(list((tmp_path / "user" / folder).iterdir())) == 1

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvstrata.runtime.digest_cache import DigestCache, user_cache_folder
+from kvstrata.runtime.digest_cache import user_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -141,9 +141,8 @@ def files_digest(path: str) -> bytes:
     try:
         folder = _folder(path)
         files = [folder / _SETTINGS, *sorted(folder.glob("adapter_model.*"))]
-        cache_folder = user_cache_folder()
-        cache = DigestCache(cache_folder and cache_folder / "adapters", _SCHEME)
-        digests = b"".join(cache.digest(file, _file_digest) for file in files)
+        known = user_digests("adapters", _SCHEME)
+        digests = b"".join(known.digest(file, _file_digest) for file in files)
         return hashlib.sha256(digests).digest() if files[1:] else UNKNOWN
     except Exception as error:  # noqa: BLE001 - vLLM says what is wrong with it when it loads it
         _log.warning("adapter %s cannot be read (%s): it is not offloaded", path, error)
